@@ -46,7 +46,7 @@ NAVIGATION = {
     "Runbooks": ["runbooks/README"],
 }
 _SECTIONS = {
-    "reference/index": ["settings", "cli", "metrics", "errors", "sampling-params"],
+    "reference/index": ["settings", "cli", "metrics", "errors", "redis-keys", "sampling-params"],
     "decisions/README": ["0*"],
     "runbooks/README": ["*"],
 }

@@ -18,9 +18,10 @@ from headrace_broker.queue_levels import QueueLevels
 from headrace_broker.queue_purge import PurgedMessages
 from headrace_broker.registry import RegisteredModel
 from headrace_broker.results import GenerateResult
-from headrace_broker.scripts import lua
 from headrace_broker.settings import BrokerSettings
+from headrace_broker.streams import END_STREAM
 from headrace_broker.submission import (
+    STREAM_STATUS,
     RequestStatus,
     SubmitOptions,
     SubmitRequest,
@@ -48,8 +49,8 @@ class AsyncClient:
         self._client: Final = Client(broker, model=model, check_model=check_model, tracer_provider=tracer_provider)
         self.settings: Final = self._client.settings
         self._redis: Final = connect_async(self.settings.redis_url, retries=READ_RETRIES)
-        self._end: Final = self._redis.register_script(lua("stream_end", prelude="stream_prelude"))
-        self._status: Final = self._redis.register_script(lua("stream_status", prelude="stream_prelude"))
+        self._end: Final = self._redis.register_script(END_STREAM.text)
+        self._status: Final = self._redis.register_script(STREAM_STATUS.text)
 
     async def __aenter__(self) -> Self:
         return self
@@ -147,7 +148,7 @@ class AsyncClient:
         """See `Client.status`."""
         check_request_id(request_id)
         with unavailable(self.settings, "look at a request"):
-            return read_status(await self._status(keys=[stream_key(request_id)]))
+            return read_status(await self._status(keys=STREAM_STATUS.keys(stream=stream_key(request_id))))
 
     async def queue_levels(self, models: Iterable[str]) -> dict[str, QueueLevels]:
         """See `Client.queue_levels`."""

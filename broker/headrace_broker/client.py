@@ -51,9 +51,10 @@ from headrace_broker.queue_purge import PurgedMessages, purge_queue
 from headrace_broker.registry import RegisteredModel, known_models
 from headrace_broker.request_search import is_known
 from headrace_broker.results import GenerateResult
-from headrace_broker.scripts import lua
 from headrace_broker.settings import BrokerSettings
+from headrace_broker.streams import END_STREAM
 from headrace_broker.submission import (
+    STREAM_STATUS,
     RequestStatus,
     Submission,
     SubmitOptions,
@@ -102,8 +103,8 @@ class Client:
         self._levels: Final = QueueLevelReader(self._redis)
         self._levels_lock: Final = threading.Lock()
         self._idempotency: Final = IdempotencyKeys(self._redis)
-        self._end: Final = self._redis.register_script(lua("stream_end", prelude="stream_prelude"))
-        self._status: Final = self._redis.register_script(lua("stream_status", prelude="stream_prelude"))
+        self._end: Final = self._redis.register_script(END_STREAM.text)
+        self._status: Final = self._redis.register_script(STREAM_STATUS.text)
 
     def __enter__(self) -> Self:
         return self
@@ -260,7 +261,7 @@ class Client:
         """Where the request is now."""
         check_request_id(request_id)
         with unavailable(self.settings, "look at a request"):
-            return read_status(self._status(keys=[stream_key(request_id)]))
+            return read_status(self._status(keys=STREAM_STATUS.keys(stream=stream_key(request_id))))
 
     def models(self) -> dict[str, RegisteredModel]:
         """Every model that was ever served, by served name."""

@@ -12,8 +12,6 @@ from headrace_broker.content import answer_type, shown_encoding, shown_type
 from headrace_broker.envelope import content_digest, legible_envelope, request_id_of
 from headrace_broker.keys import (
     DEAD_LETTERS_KEY,
-    LEASE_BODIES_KEY,
-    LEASE_REQUESTS_KEY,
     PRIORITY_SEPARATOR,
     ended_key,
     engine_losses_key,
@@ -21,14 +19,15 @@ from headrace_broker.keys import (
     result_key,
     stream_key,
 )
+from headrace_broker.reasons import DeadLetterReason, ErrorCode
 from headrace_broker.results import ErrorInfo
-from headrace_broker.scripts import lua
+from headrace_broker.scripts import script
 
 if TYPE_CHECKING:
     import redis
 
-DUPLICATE: Final = "duplicate"  # a copy of a message that is being worked on
-DUPLICATE_ID: Final = "duplicate id"  # another message came first with its request id
+_REQUEUE: Final = script("tenant_prelude", "stream_prelude", "dead_requeue")
+_DUPLICATES: Final = (DeadLetterReason.DUPLICATE, DeadLetterReason.DUPLICATE_ID)
 
 
 @dataclass(frozen=True)
@@ -61,14 +60,14 @@ class DeadLetter:
     @property
     def answered_id(self) -> str | None:
         """In the moment of burial: the request whose stream and result are to say so; None where it is another's."""
-        is_other = self.reason in (DUPLICATE, DUPLICATE_ID) or self.bound_id != self.request_id
+        is_other = self.reason in _DUPLICATES or self.bound_id != self.request_id
         return None if is_other else self.bound_id
 
     @property
     def error(self) -> ErrorInfo:
         """What its stream and its result say."""
         after = f"after {self.deliveries} deliveries" if self.deliveries else "before its first delivery"
-        return ErrorInfo("dead_letter", f"given up {after}: {self.reason}")
+        return ErrorInfo(ErrorCode.DEAD_LETTER, f"given up {after}: {self.reason}")
 
     @property
     def content(self) -> str:
@@ -145,16 +144,22 @@ def requeue(client: "redis.Redis", letters: Iterable[DeadLetter]) -> list[DeadLe
     - is a copy of a message that was served or is being served;
     - has the request id of another message: its stream and result would be deleted.
     """
-    script = client.register_script(lua("dead_requeue", prelude=("tenant_prelude", "stream_prelude")))
+    run = client.register_script(_REQUEUE.text)
     ordered = sorted(letters, key=lambda letter: letter.at or 0.0)
     sent = []
     for letter in ordered:
-        if letter.reason in (DUPLICATE, DUPLICATE_ID) or not letter.list_name:
+        if letter.reason in _DUPLICATES or not letter.list_name:
             continue
         request_id = letter.request_id or ""
-        forgotten = [key(request_id) for key in (stream_key, ended_key, result_key, engine_losses_key, listener_key)]
-        keys = [DEAD_LETTERS_KEY, letter.list_name, LEASE_BODIES_KEY, LEASE_REQUESTS_KEY, *forgotten]
-        if script(keys=keys, args=[letter.packed, letter.body, request_id, letter.content]):
+        keys = _REQUEUE.keys(
+            list=letter.list_name,
+            stream=stream_key(request_id),
+            ended=ended_key(request_id),
+            result=result_key(request_id),
+            engine_losses=engine_losses_key(request_id),
+            listener=listener_key(request_id),
+        )
+        if run(keys=keys, args=[letter.packed, letter.body, request_id, letter.content]):
             sent.append(letter)
     return sent
 

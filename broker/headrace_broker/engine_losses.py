@@ -6,13 +6,10 @@ Without this a request that kills engines would begin anew with each worker that
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from headrace_broker.keys import engine_losses_key
+from headrace_broker.keys import ENGINE_LOSSES_SECONDS, engine_losses_key
 
 if TYPE_CHECKING:
     import redis
-
-KEPT_SECONDS: Final = 86_400
-"""The message may lie in the queue for long before the next worker takes it."""
 
 
 class EngineLosses:
@@ -25,7 +22,7 @@ class EngineLosses:
         """By request id, those on other workers among them; may be repeated."""
         with self._client.pipeline(transaction=False) as pipe:
             for request_id, count in losses.items():
-                pipe.set(engine_losses_key(request_id), count, ex=KEPT_SECONDS)
+                pipe.set(engine_losses_key(request_id), count, ex=ENGINE_LOSSES_SECONDS)
             pipe.execute()
 
     def forget(self, request_id: str) -> None:

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import redis
 
+from headrace_broker.reasons import ErrorCode
+
 if TYPE_CHECKING:
     from headrace_broker.results import GenerateResult
 
@@ -20,7 +22,7 @@ class SettingsError(HeadraceBrokerError, ValueError):
 class InvalidRequestError(HeadraceBrokerError, ValueError):
     """The request breaks the message contract; `problems` holds every reason, `code` the wire error code."""
 
-    def __init__(self, problems: Sequence[str], *, code: str = "invalid_request") -> None:
+    def __init__(self, problems: Sequence[str], *, code: str = ErrorCode.INVALID_REQUEST) -> None:
         super().__init__("; ".join(problems))
         self.problems = tuple(problems)
         self.code = code

@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace_broker.errors import InvalidRequestError, UsedRequestIdError
-from headrace_broker.keys import idempotency_key
-from headrace_broker.scripts import lua
+from headrace_broker.keys import IDEMPOTENCY_SECONDS, idempotency_key
+from headrace_broker.scripts import script
 from headrace_broker.submission import Submission
 
 if TYPE_CHECKING:
     import redis
 
-KEPT_SECONDS: Final = 86_400
+_CLAIM: Final = script("idempotency_claim")
 
 
 class IdempotencyKeys:
@@ -26,7 +26,7 @@ class IdempotencyKeys:
 
     def __init__(self, client: "redis.Redis") -> None:
         self._client: Final = client
-        self._claim: Final = client.register_script(lua("idempotency_claim", prelude=None))
+        self._claim: Final = client.register_script(_CLAIM.text)
 
     def bind(
         self, submissions: Iterable[Submission], used_ids: Collection[str] = ()
@@ -68,7 +68,8 @@ class IdempotencyKeys:
 
     def _bind(self, submission: Submission) -> tuple[str, bool]:
         fingerprint = _fingerprint(submission)
-        known: Any = self._claim(keys=[_name(submission)], args=[submission.request_id, fingerprint, KEPT_SECONDS])
+        args: list[str | int] = [submission.request_id, fingerprint, IDEMPOTENCY_SECONDS]
+        known: Any = self._claim(keys=_CLAIM.keys(idempotency=_name(submission)), args=args)
         request_id, known_fingerprint, sent = (value.decode() for value in known)
         if known_fingerprint != fingerprint:
             key = submission.headers["idempotency_key"]

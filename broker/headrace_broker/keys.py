@@ -1,58 +1,237 @@
-"""Every Redis key of Headrace is built here, and nowhere else."""
+"""Every Redis key of the queue is declared here, and nowhere else.
+
+`KEYS` is the table of them: docs/reference/redis-keys.md shows it, and scripts take the names from it (`scripts.py`).
+The gateway's own keys are in `headrace_gateway.redis_keys`.
+"""
 
 from typing import Final
 from urllib.parse import quote
 
+from headrace_broker.key_schema import KeySchema, RedisType, Writer, span
+from headrace_broker.reasons import DeadLetterReason
+
 QUEUE_PREFIX: Final = "headrace."
-MODELS_KEY: Final = "headrace:models"
-DEAD_LETTERS_KEY: Final = "headrace:dead"
-
-# The worker's lease transport; one set of keys serves all queues of a Redis database.
-LEASES_KEY: Final = "headrace:lease:leases"  # sorted set: lease id -> when it expires, by Redis's clock
-# :held:<list>, :delayed:<list>  the same, of one list's messages: in a worker's hands, and before their time
-LEASE_REQUESTS_KEY: Final = (
-    f"{LEASES_KEY}:request"  # hash: request id -> lease id of the message that came first with it
-)
-LEASE_BODIES_KEY: Final = "headrace:lease:body"  # hash: lease id -> the message, byte for byte, sorted or leased
-LEASE_RECORDS_KEY: Final = "headrace:lease:record"  # hash: lease id -> its place and charge, msgpack
-LEASE_META_KEY: Final = "headrace:lease:meta"  # hash: lease id -> "<owner>|<list it came from>"
-LEASE_DELIVERIES_KEY: Final = "headrace:lease:deliveries"  # hash: lease id -> how often it was handed out
-
-_LEASE_HASHES: Final = (
-    LEASE_REQUESTS_KEY,
-    LEASE_BODIES_KEY,
-    LEASE_RECORDS_KEY,
-    LEASE_META_KEY,
-    LEASE_DELIVERIES_KEY,
-)
-
-# Messages that wait, sorted by tenant; <level> is a list of a queue. The scripts build these names.
-READY_PREFIX: Final = "headrace:ready:"
-# ids:<level>             sorted set: lease id -> microseconds since when it ages there
-# of:<level>\x06<tenant>  sorted set: lease id of one tenant -> microseconds that are its place
-# tenants:<level>         sorted set: tenant that has messages there -> its service, tokens by weight
-# waiting:<queue>         sorted set: tenant -> its messages at all levels
-# delayed:<queue>         sorted set: tenant -> its messages whose time has not come
-# bell:<queue>            list: one token as long as sorted messages wait
-# What tenants have had, forgotten after a day without a message.
-SHARE_PREFIX: Final = "headrace:share:"
-# served:<level>  sorted set: tenant -> its service, waiting or not
-# costs:<queue>   sorted set: tenant -> mean tokens of its requests
-# clock, mean     hashes: level -> service at which the last message was taken; queue -> mean tokens of all requests
-
 PRIORITY_STEPS: Final = (0, 3, 6, 9)  # 0 is served first; kombu keeps one list a step
 PRIORITY_SEPARATOR: Final = "\x06\x16"  # kombu's, between the queue and its step
 
-# A request's id comes behind these; stream_publish.lua puts it there itself.
-STREAM_PREFIX: Final = "headrace:stream:"
-ENDED_PREFIX: Final = "headrace:ended:"
+ENDED_SECONDS: Final = 3600
+"""A mark of a stream's end outlives the stream by so long."""
+HANDED_BACK_SECONDS: Final = 86_400
+"""The stream of a request that has begun waits for it to go on, which may take as long as the queue does."""
+LISTENER_SECONDS: Final = 86_400
+ENGINE_LOSSES_SECONDS: Final = 86_400
+"""The message may lie in the queue for long before the next worker takes it."""
+IDEMPOTENCY_SECONDS: Final = 86_400
+HUB_SECONDS: Final = 3600
+TOKENIZER_SECONDS: Final = 10
+SHARE_SECONDS: Final = 86_400
+"""What a tenant has had counts for so long after its last message."""
 
-PROBE_KEY: Final = "headrace:probe"  # written to see whether the server takes writes; it expires at once
+KEYS: Final = KeySchema(
+    {
+        "PRIORITY_SEPARATOR": PRIORITY_SEPARATOR,
+        "ENDED_SECONDS": str(ENDED_SECONDS),
+        "SHARE_SECONDS": str(SHARE_SECONDS),
+        **{f"DEAD_{reason.name}": reason.value for reason in DeadLetterReason},
+    }
+)
+_WORKER: Final[tuple[Writer, ...]] = ("worker", "operator")
+_GATEWAY: Final[tuple[Writer, ...]] = ("gateway", *_WORKER)
+_PRODUCER: Final[tuple[Writer, ...]] = ("producer", *_GATEWAY)
+_FOR_EVER: Final = "for ever"
+_KNOWN: Final = "while a message waits or is leased"
+_WAITING: Final = "while messages wait"
+_LEASED: Final = "while a message is leased or delayed"
+_SHARE: Final = f"{span(SHARE_SECONDS)} after the last message"
+_RESULT: Final = "`HEADRACE_RESULT_TTL_SECONDS`"
+
+MODELS_KEY: Final = KEYS.fixed(
+    *("models", "headrace:models", "hash", _WORKER, _FOR_EVER),
+    "By served name: what its workers say of it.",
+)
+DEAD_LETTERS_KEY: Final = KEYS.fixed(
+    *("dead_letters", "headrace:dead", "list", _GATEWAY, _FOR_EVER),
+    "The newest thousand dead letters, the newest first.",
+)
+PROBE_KEY: Final = KEYS.fixed(
+    *("probe", "headrace:probe", "string", _WORKER, "1 ms"),
+    "Nothing: it is written to see whether the server takes writes.",
+)
+
+# -- leases: one set of keys serves all queues of a Redis database
+
+LEASES_KEY: Final = KEYS.fixed(
+    *("leases", "headrace:lease:leases", "zset", _WORKER, _LEASED),
+    "Lease ids, by when they expire: unix seconds of Redis's clock.",
+)
+LEASE_REQUESTS_KEY: Final = KEYS.fixed(
+    *("lease_requests", f"{LEASES_KEY}:request", "hash", _WORKER, _KNOWN),
+    "By request id: the lease id of the message that came first with it.",
+)
+LEASE_BODIES_KEY: Final = KEYS.fixed(
+    *("lease_bodies", "headrace:lease:body", "hash", _WORKER, _KNOWN),
+    "By lease id: the message, byte for byte, once it is sorted.",
+)
+LEASE_RECORDS_KEY: Final = KEYS.fixed(
+    *("lease_records", "headrace:lease:record", "hash", _WORKER, _KNOWN),
+    "By lease id: the place and the charge of the message, msgpack.",
+)
+LEASE_META_KEY: Final = KEYS.fixed(
+    *("lease_meta", "headrace:lease:meta", "hash", _WORKER, _LEASED),
+    "By lease id: `<owner>|<list that the message came from>`.",
+)
+LEASE_DELIVERIES_KEY: Final = KEYS.fixed(
+    *("lease_deliveries", "headrace:lease:deliveries", "hash", _WORKER, _KNOWN),
+    "By lease id: how often the message was handed out.",
+)
 
 
+@KEYS.built("zset", _WORKER, _LEASED)
+def held_key(list_name: str) -> str:
+    """The leases of the messages of this list that are in a worker's hands."""
+    return f"{LEASES_KEY}:held:{list_name}"
+
+
+@KEYS.built("zset", _WORKER, "until their time")
+def delayed_key(list_name: str) -> str:
+    """The leases of the messages of this list whose time has not come."""
+    return f"{LEASES_KEY}:delayed:{list_name}"
+
+
+# -- messages that wait: a queue has four lists, one a priority step
+
+
+@KEYS.built("list", _PRODUCER, "until a worker sorts the messages", name="list")
 def queue_name(model: str) -> str:
-    """The Celery queue, and thereby the Redis list, of a served model."""
+    """The messages of a model that have arrived. At step 3, 6 or 9 `\\x06\\x16` and the step stand behind the name."""
     return QUEUE_PREFIX + model
+
+
+@KEYS.built("zset", _WORKER, _WAITING)
+def sorted_ids_key(list_name: str) -> str:
+    """The lease ids of the messages that have been sorted out of this list, by microseconds since when they age."""
+    return f"headrace:ready:ids:{list_name}"
+
+
+@KEYS.built("zset", _WORKER, _WAITING)
+def tenant_ids_key(list_name: str, tenant: str) -> str:
+    """Of these, the messages of one tenant, by microseconds that are their place."""
+    return f"headrace:ready:of:{list_name}\x06{tenant}"
+
+
+@KEYS.built("zset", _WORKER, _WAITING)
+def tenants_key(list_name: str) -> str:
+    """The tenants that have messages there, by service: tokens by weight."""
+    return f"headrace:ready:tenants:{list_name}"
+
+
+@KEYS.built("zset", _WORKER, _WAITING)
+def waiting_key(queue: str) -> str:
+    """How many sorted messages of each tenant wait in this queue."""
+    return f"headrace:ready:waiting:{queue}"
+
+
+@KEYS.built("zset", _WORKER, "until their time")
+def delayed_tenants_key(queue: str) -> str:
+    """How many messages each tenant has in this queue whose time has not come."""
+    return f"headrace:ready:delayed:{queue}"
+
+
+@KEYS.built("list", _WORKER, _WAITING)
+def bell_key(queue: str) -> str:
+    """One wake-up token as long as sorted messages wait in this queue."""
+    return f"headrace:ready:bell:{queue}"
+
+
+# -- fair share: what tenants have had
+
+SHARE_CLOCK_KEY: Final = KEYS.fixed(
+    *("share_clock", "headrace:share:clock", "hash", _WORKER, _SHARE),
+    "By list: the service at which its last message was taken.",
+)
+SHARE_MEAN_KEY: Final = KEYS.fixed(
+    *("share_mean", "headrace:share:mean", "hash", _WORKER, _SHARE),
+    "By queue: mean tokens of all requests.",
+)
+
+
+@KEYS.built("zset", _WORKER, _SHARE)
+def served_key(list_name: str) -> str:
+    """The service of each tenant, waiting or not."""
+    return f"headrace:share:served:{list_name}"
+
+
+@KEYS.built("zset", _WORKER, _SHARE)
+def costs_key(queue: str) -> str:
+    """Mean tokens of each tenant's requests."""
+    return f"headrace:share:costs:{queue}"
+
+
+# -- one request
+
+
+@KEYS.built("stream", _PRODUCER, f"{_RESULT} after its last entry; {span(HANDED_BACK_SECONDS)} while its request waits")
+def stream_key(request_id: str) -> str:
+    """The stream that carries the tokens of a request."""
+    return f"headrace:stream:{request_id}"
+
+
+@KEYS.built("string", _PRODUCER, f"{span(ENDED_SECONDS)} longer than the stream")
+def ended_key(request_id: str) -> str:
+    """Tells subscribers that come too late that the request has ended."""
+    return f"headrace:ended:{request_id}"
+
+
+@KEYS.built("string", ("subscriber", *_PRODUCER), f"{span(LISTENER_SECONDS)} after each touch")
+def listener_key(request_id: str) -> str:
+    """The `abandon_after` of a request; a subscriber keeps it alive (`listeners.py`)."""
+    return f"headrace:listener:{request_id}"
+
+
+@KEYS.built("string", _GATEWAY, span(ENGINE_LOSSES_SECONDS))
+def engine_losses_key(request_id: str) -> str:
+    """How many engine processes died with the request in them; only where some did."""
+    return f"headrace:losses:{request_id}"
+
+
+@KEYS.built("string", _GATEWAY, _RESULT)
+def result_key(request_id: str) -> str:
+    """Where Celery's Redis backend stores the result; the same name is its pub/sub channel."""
+    return f"celery-task-meta-{request_id}"
+
+
+@KEYS.built("hash", _PRODUCER, span(IDEMPOTENCY_SECONDS))
+def idempotency_key(tenant: str, digest: str) -> str:
+    """Which request a client's idempotency key belongs to; the tenant is percent-encoded.
+
+    The tenant's name is in it, so that a rule of Redis's ACL can keep a producer to the keys of its own tenant. It is
+    quoted: no name is the beginning of another one, or a pattern.
+    """
+    return f"headrace:idempotency:{quote(tenant, safe='')}:{digest}"
+
+
+# -- calls beside the queue
+
+
+@KEYS.built("list", _GATEWAY, f"{span(TOKENIZER_SECONDS)} after the last call")
+def tokenizer_calls_key(model: str) -> str:
+    """The calls of a served model's tokenizer that no worker has taken."""
+    return f"headrace:tokenizer:calls:{model}"
+
+
+@KEYS.built("list", _GATEWAY, span(TOKENIZER_SECONDS))
+def tokenizer_answer_key(call_id: str) -> str:
+    """The answer to one call of a tokenizer."""
+    return f"headrace:tokenizer:answer:{call_id}"
+
+
+@KEYS.built("stream", _GATEWAY, f"{span(HUB_SECONDS)} after its last entry")
+def hub_key(name: str) -> str:
+    """One entry, by which the hub of this name is woken."""
+    return f"headrace:hub:{name}"
+
+
+# -- the keys of a queue
 
 
 def queue_lists(queue: str) -> list[str]:
@@ -65,106 +244,15 @@ def level_of(list_name: str) -> int:
     return int(list_name.partition(PRIORITY_SEPARATOR)[2] or 0)
 
 
-def sorted_ids_key(list_name: str) -> str:
-    """The lease ids of the messages that have been sorted out of this list, the longest there first."""
-    return f"{READY_PREFIX}ids:{list_name}"
-
-
-def tenant_ids_key(list_name: str, tenant: str) -> str:
-    """Of these, the messages of one tenant."""
-    return f"{READY_PREFIX}of:{list_name}\x06{tenant}"
-
-
-def waiting_key(queue: str) -> str:
-    """How many sorted messages of each tenant wait in this queue."""
-    return f"{READY_PREFIX}waiting:{queue}"
-
-
-def held_key(list_name: str) -> str:
-    """The leases of the messages of this list that are in a worker's hands."""
-    return f"{LEASES_KEY}:held:{list_name}"
-
-
-def delayed_key(list_name: str) -> str:
-    """The leases of the messages of this list whose time has not come."""
-    return f"{LEASES_KEY}:delayed:{list_name}"
-
-
-def delayed_tenants_key(queue: str) -> str:
-    """How many messages each tenant has in this queue whose time has not come."""
-    return f"{READY_PREFIX}delayed:{queue}"
-
-
-def bell_key(queue: str) -> str:
-    """The list that is not empty as long as sorted messages wait in this queue."""
-    return f"{READY_PREFIX}bell:{queue}"
-
-
-def queue_key_types(queue: str) -> dict[str, str]:
+def queue_key_types(queue: str) -> dict[str, RedisType]:
     """The keys that all messages of a queue need, and the type of each; those of single tenants are not among them."""
-    of_all = {
-        LEASES_KEY: "zset",
-        DEAD_LETTERS_KEY: "list",
-        f"{SHARE_PREFIX}clock": "hash",
-        f"{SHARE_PREFIX}mean": "hash",
-    }
-    of_all |= dict.fromkeys(_LEASE_HASHES, "hash")
-    of_queue = dict.fromkeys((waiting_key(queue), delayed_tenants_key(queue), f"{SHARE_PREFIX}costs:{queue}"), "zset")
-    of_lists = {
-        key: "zset"
-        for name in queue_lists(queue)
-        for key in (
-            *(sorted_ids_key(name), held_key(name), delayed_key(name)),
-            *(f"{READY_PREFIX}tenants:{name}", f"{SHARE_PREFIX}served:{name}"),
-        )
-    }
-    return {**of_all, **of_queue, bell_key(queue): "list", **of_lists, **dict.fromkeys(queue_lists(queue), "list")}
-
-
-def stream_key(request_id: str) -> str:
-    """The stream that carries the tokens of a request."""
-    return STREAM_PREFIX + request_id
-
-
-def ended_key(request_id: str) -> str:
-    """Exists for a while after the stream of an ended request has expired, for subscribers that come too late."""
-    return ENDED_PREFIX + request_id
-
-
-def tokenizer_calls_key(model: str) -> str:
-    """The calls of a served model's tokenizer that no worker has taken; it expires with the last of them."""
-    return f"headrace:tokenizer:calls:{model}"
-
-
-def tokenizer_answer_key(call_id: str) -> str:
-    """The list on which the answer to a call of a tokenizer is waited for."""
-    return f"headrace:tokenizer:answer:{call_id}"
-
-
-def hub_key(name: str) -> str:
-    """A stream of one entry, by which the hub of this name is woken."""
-    return f"headrace:hub:{name}"
-
-
-def listener_key(request_id: str) -> str:
-    """Whoever listens to the request keeps it alive; see `listeners.py`."""
-    return f"headrace:listener:{request_id}"
-
-
-def engine_losses_key(request_id: str) -> str:
-    """How many engine processes died with the request in them; only where some did."""
-    return f"headrace:losses:{request_id}"
-
-
-def result_key(request_id: str) -> str:
-    """Where Celery's Redis backend stores the result; the same name is its pub/sub channel."""
-    return f"celery-task-meta-{request_id}"
-
-
-def idempotency_key(tenant: str, digest: str) -> str:
-    """The hash that says which request a client's idempotency key belongs to.
-
-    The tenant's name is in it, so that a rule of Redis's ACL can keep a producer to the keys of its own tenant. It is
-    quoted: no name is the beginning of another one, or a pattern.
-    """
-    return f"headrace:idempotency:{quote(tenant, safe='')}:{digest}"
+    lists = queue_lists(queue)
+    of_queue = (waiting_key, delayed_tenants_key, costs_key, bell_key)
+    of_lists = (sorted_ids_key, held_key, delayed_key, tenants_key, served_key)
+    fixed = [key for key in KEYS if not key.parts and key.name not in ("models", "probe")]
+    return (
+        {key.pattern: key.type for key in fixed}
+        | {build(queue): KEYS.of(build).type for build in of_queue}
+        | {build(name): KEYS.of(build).type for build in of_lists for name in lists}
+        | dict.fromkeys(lists, KEYS["list"].type)
+    )

@@ -18,31 +18,12 @@ import redis
 from headrace_broker.connections import CONNECTION_ERRORS, REDIS_ERRORS
 from headrace_broker.dead_letters import DeadLetter
 from headrace_broker.fair_share import FairShare
-from headrace_broker.keys import (
-    DEAD_LETTERS_KEY,
-    LEASE_BODIES_KEY,
-    LEASE_DELIVERIES_KEY,
-    LEASE_META_KEY,
-    LEASE_RECORDS_KEY,
-    LEASES_KEY,
-    READY_PREFIX,
-    SHARE_PREFIX,
-    level_of,
-)
-from headrace_broker.scripts import lua
+from headrace_broker.keys import level_of
+from headrace_broker.reasons import DeadLetterReason
+from headrace_broker.scripts import LuaScript, script
 
 logger = logging.getLogger(__name__)
 
-_KEYS: Final = (
-    LEASES_KEY,
-    LEASE_BODIES_KEY,
-    LEASE_META_KEY,
-    LEASE_DELIVERIES_KEY,
-    DEAD_LETTERS_KEY,
-    LEASE_RECORDS_KEY,
-    READY_PREFIX,
-    SHARE_PREFIX,
-)
 _REAPED_AT_ONCE: Final = 500
 _PURGED_AT_ONCE: Final = 500
 _REFUSED_AT_ONCE: Final = 100
@@ -54,6 +35,22 @@ _SORT_ROUNDS: Final = 30
 """Scripts, of some milliseconds each, that one fetch may take to sort what has arrived."""
 _SORT_ROUNDS_BESIDE: Final = 3
 """The same, where nothing is to be fetched."""
+
+
+def _lease_script(name: str) -> LuaScript:
+    return script("key_checks", "tenant_prelude", "lease_prelude", "ready_prelude", f"lease_{name}")
+
+
+_FETCH: Final = _lease_script("fetch")
+_RENEW: Final = _lease_script("renew")
+_ACK: Final = _lease_script("ack")
+_RELEASE: Final = _lease_script("release")
+_POSTPONE: Final = _lease_script("postpone")
+_REAP: Final = _lease_script("reap")
+_BURY: Final = _lease_script("bury")
+_BIND: Final = _lease_script("bind")
+_PURGE: Final = _lease_script("purge")
+_TAKE_DELAYED: Final = _lease_script("take_delayed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +109,16 @@ class Leases:
         self._reap_from = clock()
         self._refused = False
         """Redis failed us, and has not taken a write since."""
-        script = client.register_script
-        self._fetch: Final = script(_lease_lua("fetch"))
-        self._renew: Final = script(_lease_lua("renew"))
-        self._ack: Final = script(_lease_lua("ack"))
-        self._release: Final = script(_lease_lua("release"))
-        self._postpone: Final = script(_lease_lua("postpone"))
-        self._reap: Final = script(_lease_lua("reap"))
-        self._bury: Final = script(_lease_lua("bury"))
-        self._bind: Final = script(_lease_lua("bind"))
-        self._purge: Final = script(_lease_lua("purge"))
-        self._take_delayed: Final = script(_lease_lua("take_delayed"))
+        self._fetch: Final = client.register_script(_FETCH.text)
+        self._renew: Final = client.register_script(_RENEW.text)
+        self._ack: Final = client.register_script(_ACK.text)
+        self._release: Final = client.register_script(_RELEASE.text)
+        self._postpone: Final = client.register_script(_POSTPONE.text)
+        self._reap: Final = client.register_script(_REAP.text)
+        self._bury: Final = client.register_script(_BURY.text)
+        self._bind: Final = client.register_script(_BIND.text)
+        self._purge: Final = client.register_script(_PURGE.text)
+        self._take_delayed: Final = client.register_script(_TAKE_DELAYED.text)
 
     def __len__(self) -> int:
         """How many messages are held."""
@@ -172,7 +168,7 @@ class Leases:
         """
         if not isinstance(request_id, str) or request_id == message.bound_id:
             return True
-        return bool(self._bind(keys=_KEYS, args=[self.owner, message.lease_id, request_id]))
+        return bool(self._bind(args=[self.owner, message.lease_id, request_id]))
 
     def sort(self, lists: Sequence[str]) -> None:
         """Sorts what has arrived, while there is no room to take it. Redis's errors pass through.
@@ -198,7 +194,7 @@ class Leases:
     ) -> tuple[int, str]:
         """Adds what one script has leased. Returns how many are unsorted, and what keeps messages from being taken."""
         leased, dead, unsorted, problem = self._fetch(
-            keys=[*_KEYS, *lists],
+            keys=_FETCH.keys(list=lists),
             args=[
                 *(count, self.owner, self.lease_seconds, self.delivery_limit, policy, mode),
                 "" if taken_from is None else taken_from,
@@ -212,13 +208,13 @@ class Leases:
 
     def take_delayed(self, lists: Sequence[str], count: int) -> list[LeasedMessage]:
         """Leases up to `count` messages of one queue whose time has not come. Redis's errors pass through."""
-        taken = self._take_delayed(keys=[*_KEYS, *lists], args=[count, self.owner, self.lease_seconds])
+        taken = self._take_delayed(keys=_TAKE_DELAYED.keys(list=lists), args=[count, self.owner, self.lease_seconds])
         return [LeasedMessage(lease_id.decode(), name.decode(), body, 0) for lease_id, name, body in taken]
 
     def purge(self, lists: Sequence[str]) -> int:
         """Deletes the sorted messages of one queue that nobody holds. Redis's errors pass through."""
         purged = 0
-        while deleted := self._purge(keys=[*_KEYS, *lists], args=[_PURGED_AT_ONCE]):
+        while deleted := self._purge(keys=_PURGE.keys(list=lists), args=[_PURGED_AT_ONCE]):
             purged += deleted
         return purged
 
@@ -253,7 +249,7 @@ class Leases:
     def ack(self, lease_id: str) -> None:
         """The message is done. Owed if Redis cannot be reached."""
         args = [self.owner, lease_id, self._tokens.get(lease_id, "")]
-        self._settle(lease_id, lambda: self._expect_owned(self._ack(keys=_KEYS, args=args), "ack"))
+        self._settle(lease_id, lambda: self._expect_owned(self._ack(args=args), "ack"))
 
     def release(self, lease_id: str, *, strike: bool = False, is_preempted: bool = False) -> None:
         """Puts the message back, to be its tenant's next. Owed if Redis cannot be reached.
@@ -262,7 +258,7 @@ class Leases:
         A message that `is_preempted` makes room for one of a better level; how often it did is kept with it.
         """
         args: list[str | int] = [self.owner, lease_id, int(strike), int(is_preempted)]
-        self._settle(lease_id, lambda: self._expect_owned(self._release(keys=_KEYS, args=args), "release"))
+        self._settle(lease_id, lambda: self._expect_owned(self._release(args=args), "release"))
 
     def postpone(self, lease_id: str, seconds: float, *, keeps_place: bool = False) -> None:
         """Nobody holds the message until then; whoever reaps puts it back, late by a second at most. No delivery.
@@ -271,13 +267,14 @@ class Leases:
         be reached.
         """
         args: list[str | float] = [self.owner, lease_id, seconds, int(keeps_place)]
-        self._settle(lease_id, lambda: self._expect_owned(self._postpone(keys=_KEYS, args=args), "postponement"))
+        self._settle(lease_id, lambda: self._expect_owned(self._postpone(args=args), "postponement"))
 
-    def bury(self, lease_id: str, reason: str) -> None:
-        """Makes the message a dead letter. Owed if Redis cannot be reached."""
+    def bury(self, lease_id: str, why: DeadLetterReason, detail: str = "") -> None:
+        """Makes the message a dead letter; `detail` is what is known beyond why. Owed if Redis cannot be reached."""
+        reason = why.saying(detail) if detail else str(why)
 
         def bury() -> None:
-            buried = self._bury(keys=_KEYS, args=[self.owner, lease_id, reason])
+            buried = self._bury(args=[self.owner, lease_id, reason])
             self._expect_owned(bool(buried), "bury")
             if buried:
                 list_name, body, deliveries, bound_id = buried
@@ -319,7 +316,7 @@ class Leases:
             if self._clock() < self._reap_from:
                 return 0
             self._renew_if_late()
-            reaped, problem = self._reap(keys=_KEYS, args=[_REAPED_AT_ONCE])
+            reaped, problem = self._reap(args=[_REAPED_AT_ONCE])
         except REDIS_ERRORS:
             self._refused = True
             raise
@@ -354,7 +351,7 @@ class Leases:
 
     def _renew_held(self) -> None:
         if self._held or self._refused:  # the script writes even where it has nothing to renew
-            for lease_id in self._renew(keys=_KEYS, args=[self.owner, self.lease_seconds, *self._held]):
+            for lease_id in self._renew(args=[self.owner, self.lease_seconds, *self._held]):
                 self._drop_lost(lease_id.decode())
         self._renewed_at = self._clock()
 
@@ -397,7 +394,3 @@ def _leased_message(
         level_of(level.decode()),
         preemptions,
     )
-
-
-def _lease_lua(name: str) -> str:
-    return lua(f"lease_{name}", prelude=("key_checks", "tenant_prelude", "lease_prelude", "ready_prelude"))

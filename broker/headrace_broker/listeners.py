@@ -8,15 +8,15 @@ life tells, by Redis's clock alone, how long ago the last one was. A touch is an
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace_broker.keys import ended_key, listener_key
-from headrace_broker.scripts import lua
+from headrace_broker.keys import LISTENER_SECONDS, ended_key, listener_key
+from headrace_broker.scripts import script
 
 if TYPE_CHECKING:
     import redis
 
 SHORTEST_SECONDS: Final = 1
 LONGEST_SECONDS: Final = 3600
-_KEPT_SECONDS: Final = 86_400
+_FORGET: Final = script("listeners_forget")
 
 
 def is_abandon_after(value: object) -> bool:
@@ -28,7 +28,7 @@ def is_abandon_after(value: object) -> bool:
 
 def begin_listening(pipe: Any, request_id: str, abandon_after: float) -> None:
     """Somebody listens as of now; into a pipeline of either kind of client. Changes nothing where it was known."""
-    pipe.set(listener_key(request_id), abandon_after, ex=_KEPT_SECONDS, nx=True)
+    pipe.set(listener_key(request_id), abandon_after, ex=LISTENER_SECONDS, nx=True)
 
 
 def ask_abandon_after(pipe: Any, request_id: str) -> None:
@@ -51,7 +51,7 @@ def touch_every(abandon_after: float) -> float:
 
 def touch(pipe: Any, request_id: str) -> None:
     """Somebody listens still; into a pipeline."""
-    pipe.expire(listener_key(request_id), _KEPT_SECONDS)
+    pipe.expire(listener_key(request_id), LISTENER_SECONDS)
 
 
 class Listeners:
@@ -67,16 +67,17 @@ class Listeners:
             requests: `abandon_after` by request id. To one without a key somebody listens as of now.
             forget: requests that are no longer this worker's. Those that have ended are forgotten.
         """
-        keys = [key(request_id) for request_id in forget for key in (listener_key, ended_key)]
+        ids = list(forget)
+        keys = _FORGET.keys(listener=[*map(listener_key, ids)], ended=[*map(ended_key, ids)])
         with self._client.pipeline(transaction=False) as pipe:
             if keys:
-                pipe.eval(lua("listeners_forget", prelude=None), len(keys), *keys)
+                pipe.eval(_FORGET.text, len(keys), *keys)
             num_before = len(pipe)
             for request_id, abandon_after in requests.items():
                 begin_listening(pipe, request_id, abandon_after)
                 pipe.pttl(listener_key(request_id))
             left = pipe.execute()[num_before + 1 :: 2]
         return {
-            request_id: _KEPT_SECONDS - milliseconds / 1000
+            request_id: LISTENER_SECONDS - milliseconds / 1000
             for request_id, milliseconds in zip(requests, left, strict=True)
         }

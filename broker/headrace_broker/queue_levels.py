@@ -10,9 +10,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from headrace_broker.keys import (
-    DEAD_LETTERS_KEY,
-    LEASE_BODIES_KEY,
-    LEASE_RECORDS_KEY,
     PRIORITY_SEPARATOR,
     PRIORITY_STEPS,
     delayed_key,
@@ -24,12 +21,15 @@ from headrace_broker.keys import (
     tenant_ids_key,
     waiting_key,
 )
-from headrace_broker.scripts import lua
+from headrace_broker.scripts import script
 
 if TYPE_CHECKING:
     import redis
 
-
+_LEVELS: Final = script("key_checks", "queue_levels")
+_WRONG_KEYS: Final = script("key_checks", "wrong_keys")
+_DEAD_LEVELS: Final = script("dead_levels")
+_TENANT_LEVEL: Final = script("tenant_prelude", "tenant_level")
 _LONGEST_RETRY_SECONDS: Final = 3600.0
 _DEAD_BYTES_READ: Final = 16 * 1024 * 1024
 
@@ -100,15 +100,14 @@ class QueueLevelReader:
         queues = list(queues)
         problems = self._problems(queues)
         lists = [name for queue in queues for name in queue_lists(queue)]
-        keys_of = (str, sorted_ids_key, held_key, delayed_key)
-        keys = [
-            DEAD_LETTERS_KEY,
-            LEASE_BODIES_KEY,
-            LEASE_RECORDS_KEY,
-            *(key(name) for name in lists for key in keys_of),
-        ]
+        keys = _LEVELS.keys(
+            list=lists,
+            sorted_ids=[*map(sorted_ids_key, lists)],
+            held=[*map(held_key, lists)],
+            delayed=[*map(delayed_key, lists)],
+        )
         # EVAL_RO, and whole each time: only it is allowed to a user that may read and nothing else
-        reply: Any = self._client.eval_ro(lua("queue_levels", prelude="key_checks"), len(keys), *keys)
+        reply: Any = self._client.eval_ro(_LEVELS.text, len(keys), *keys)
         now, mark, counts = reply
         if mark != self._dead_mark:
             self._dead, self._dead_mark = self._count_dead(), mark
@@ -140,9 +139,8 @@ class QueueLevelReader:
     def _problems(self, queues: Sequence[str]) -> dict[str, str]:
         """What is wrong with each queue that has a key of the wrong type."""
         checked = [(queue, key, kind) for queue in queues for key, kind in queue_key_types(queue).items()]
-        script = lua("wrong_keys", prelude="key_checks")
-        keys, kinds = [key for _, key, _ in checked], [kind for _, _, kind in checked]
-        wrong: Any = self._client.eval_ro(script, len(keys), *keys, *kinds)
+        keys, kinds = _WRONG_KEYS.keys(key=[key for _, key, _ in checked]), [kind for _, _, kind in checked]
+        wrong: Any = self._client.eval_ro(_WRONG_KEYS.text, len(keys), *keys, *kinds)
         return {
             checked[index][0]: problem.decode(errors="replace")
             for index, problem in zip(wrong[::2], wrong[1::2], strict=True)
@@ -153,7 +151,7 @@ class QueueLevelReader:
         by_queue: dict[str, Counter[str]] = {}
         num_counted, bytes_read, is_more = 0, 0, True
         while is_more and bytes_read < _DEAD_BYTES_READ:
-            reply: Any = self._client.eval_ro(lua("dead_levels", prelude=None), 1, DEAD_LETTERS_KEY, str(num_counted))
+            reply: Any = self._client.eval_ro(_DEAD_LEVELS.text, 0, str(num_counted))
             counted, num_bytes, dead = reply
             for name, reason, count in zip(dead[0::3], dead[1::3], dead[2::3], strict=True):
                 by_queue.setdefault(_queue_of(name), Counter())[reason.decode(errors="replace")] += count
@@ -168,9 +166,12 @@ def read_tenant_level(client: "redis.Redis", queue: str, tenant: str, *, of_inte
     not read messages sees those that a worker has sorted.
     """
     lists = queue_lists(queue)
-    keys = [waiting_key(queue), delayed_tenants_key(queue), *(tenant_ids_key(name, tenant) for name in lists)]
-    script = lua("tenant_level", prelude="tenant_prelude")
-    reply: Any = client.eval_ro(script, len(keys), *keys, tenant, str(of_interest), *lists)
+    keys = _TENANT_LEVEL.keys(
+        waiting=waiting_key(queue),
+        delayed_tenants=delayed_tenants_key(queue),
+        tenant_ids=[tenant_ids_key(name, tenant) for name in lists],
+    )
+    reply: Any = client.eval_ro(_TENANT_LEVEL.text, len(keys), *keys, tenant, str(of_interest), *lists)
     count, delayed, since, now = reply
     return Backlog(count, max(0.0, (int(now) - int(since)) / 1e6) if since else None, delayed)
 

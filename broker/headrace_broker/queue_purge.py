@@ -10,11 +10,12 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace_broker.content import answer_type, dumps_result
-from headrace_broker.dead_letters import DUPLICATE_ID, DeadLetter
+from headrace_broker.dead_letters import DeadLetter
 from headrace_broker.envelope import content_digest, legible_envelope, request_id_of
 from headrace_broker.keys import queue_lists, result_key
 from headrace_broker.leases import LeasedMessage, Leases
 from headrace_broker.queue_levels import QueueLevelReader
+from headrace_broker.reasons import DeadLetterReason, ErrorCode
 from headrace_broker.results import ErrorInfo, GenerateResult
 from headrace_broker.streams import Ending, StreamWriter
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _AT_ONCE: Final = 100
 _LEASE_SECONDS: Final = 60.0
 _ANY_DELIVERIES: Final = 10**9
-_PURGED: Final = ErrorInfo("cancelled", "the request was purged from the queue")
+_PURGED: Final = ErrorInfo(ErrorCode.CANCELLED, "the request was purged from the queue")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def purge_queue(client: "redis.Redis", queue: str, *, ttl_seconds: int) -> Purge
             envelope = legible_envelope(message.body)
             request_id = request_id_of(envelope)
             if not leases.bind(message, request_id):  # that request is another message's, perhaps of another queue
-                leases.bury(message.lease_id, DUPLICATE_ID)
+                leases.bury(message.lease_id, DeadLetterReason.DUPLICATE_ID)
                 continue
             if request_id is not None:
                 tell(request_id, "cancelled", _PURGED, content_digest(envelope), envelope.get("content-type"))

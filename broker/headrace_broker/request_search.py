@@ -5,10 +5,9 @@ Messages are found by what they say, which takes longer the more of them wait: t
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from headrace_broker.keys import (
-    LEASE_BODIES_KEY,
     delayed_key,
     ended_key,
     held_key,
@@ -17,10 +16,12 @@ from headrace_broker.keys import (
     sorted_ids_key,
     stream_key,
 )
-from headrace_broker.scripts import lua
+from headrace_broker.scripts import script
 
 if TYPE_CHECKING:
     import redis
+
+_FIND: Final = script("queue_find")
 
 
 def is_known(client: "redis.Redis", request_id: str, queues: Iterable[str]) -> bool:
@@ -31,14 +32,14 @@ def is_known(client: "redis.Redis", request_id: str, queues: Iterable[str]) -> b
     traces = (stream_key(request_id), ended_key(request_id), result_key(request_id))
     if client.exists(*traces):
         return True
-    script, text = lua("queue_find", prelude=None), json.dumps(request_id)
+    text = json.dumps(request_id)
     lists = [name for queue in queues for name in queue_lists(queue)]
     # in the order in which messages move, so that one that moves meanwhile is seen at one of its places
     for place in (str, sorted_ids_key, delayed_key, held_key):
         for name in lists:
             found, at = 0, 0
             while at >= 0 and not found:
-                reply: Any = client.eval_ro(script, 2, LEASE_BODIES_KEY, place(name), text, str(at))
+                reply: Any = client.eval_ro(_FIND.text, 1, *_FIND.keys(key=place(name)), text, str(at))
                 found, at = reply
             if found:
                 return True

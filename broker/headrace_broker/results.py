@@ -8,18 +8,6 @@ from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 from headrace_broker.errors import MalformedEntryError
 
 FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "expired", "error", "rejected"]
-ErrorCode: TypeAlias = Literal[
-    "invalid_request",
-    "model_not_found",
-    "context_length_exceeded",
-    "unsupported",
-    "engine_error",
-    "cancelled",
-    "expired",
-    "dead_letter",
-    "quota_exceeded",
-    "model_changed",
-]
 
 
 class _Candidate(NamedTuple):
@@ -83,7 +71,7 @@ class Usage:
 class ErrorInfo:
     """Why a request brought no, or not the whole, answer."""
 
-    code: str  # an ErrorCode, or one that a newer worker knows
+    code: str  # an `ErrorCode`, or one that a newer worker knows
     message: str
 
     def to_wire(self) -> dict[str, str]:

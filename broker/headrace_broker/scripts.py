@@ -1,12 +1,105 @@
-"""Loads the Lua scripts that lie beside this module. Each name is a file; preludes are put in front of it."""
+"""Loads Lua scripts, each behind its preludes and a generated one that defines what it uses.
 
+A script names its keys and arguments in lines of their own, at the top:
+
+    -- KEYS: STREAM, ENDED
+    -- ARGV: data, seconds, ids[]
+
+Names of KEYS are those of the package's `KeySchema`, or KEY for any key. `[]` stands behind what comes again and again:
+it is an array, and several of them take turns. The lines of preludes come first. The generated prelude also defines
+`<name>_key(...)`, fixed keys and words of the schema. What is not declared, or declared twice, is an error here.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Final
+
+from headrace_broker.key_schema import KeySchema, lua_text
+from headrace_broker.keys import KEYS
+
+_HEADER: Final = re.compile(r"^-- (KEYS|ARGV): (.*)$", re.MULTILINE)
+_NAME: Final = {"KEYS": re.compile(r"[A-Z_]+(\[\])?"), "ARGV": re.compile(r"[a-z_]+(\[\])?")}
+_ANY: Final = "key"
+
+
+@dataclass(frozen=True, slots=True)
+class LuaScript:
+    """A script as Redis gets it."""
+
+    text: str
+    names: tuple[str, ...]
+    """Of its KEYS, in their order."""
+    repeated: tuple[str, ...]
+    """Of those that come again and again, behind the others."""
+
+    def keys(self, **given: str | Sequence[str]) -> list[str]:
+        """KEYS of a call, by name. Raises TypeError where a name is missing or is none of the script's."""
+        if given.keys() != {*self.names, *self.repeated}:
+            raise TypeError(f"the script's keys are {', '.join((*self.names, *self.repeated))}, not {', '.join(given)}")
+        keys = [str(given[name]) for name in self.names]
+        for row in zip(*(given[name] for name in self.repeated), strict=True):
+            keys += row
+        return keys
+
+
+def script(*names: str) -> LuaScript:
+    """The script `lua/<name>.lua` of this package, preludes first."""
+    return load("headrace_broker", KEYS, *names)
 
 
 @cache
-def lua(name: str, *, prelude: str | tuple[str, ...] | None) -> str:
-    """The text of `lua/<name>.lua`, behind that of `lua/<prelude>.lua` of each prelude that is named."""
-    folder = files("headrace_broker") / "lua"
-    preludes = (prelude,) if isinstance(prelude, str) else prelude or ()
-    return "\n".join((folder / f"{part}.lua").read_text() for part in (*preludes, name))
+def load(package: str, schema: KeySchema, *names: str) -> LuaScript:
+    """The script of a package that declares its keys in `schema`. Raises ValueError where a name is wrong."""
+    folder = files(package) / "lua"
+    body = "\n".join((folder / f"{name}.lua").read_text(encoding="utf-8") for name in names)
+    return compose(names[-1], body, schema)
+
+
+def compose(name: str, body: str, schema: KeySchema) -> LuaScript:
+    """A script of this text. Raises ValueError where it uses a name that it does not declare, or one twice."""
+    code = re.sub(r"--.*", "", body)
+    used = set(re.findall(r"\w+", code))
+    declared = {kind: _declared(name, kind, body) for kind in ("KEYS", "ARGV")}
+    keys = [each.removesuffix("[]").lower() for each in declared["KEYS"]]
+    built = [key.name for key in schema if key.parts]
+    problems = [
+        *(f"{each} by its place" for each in ("KEYS", "ARGV") if each in used),
+        *(f"no key {each.upper()}" for each in keys if each not in (*built, _ANY)),
+        *(f"undeclared {each.upper()}" for each in built if each.upper() in used and each not in keys),
+    ]
+    if problems:
+        raise ValueError(f"script {name}: {', '.join(problems)}")
+    lines = [line for kind, given in declared.items() for line in _named(kind, given)]
+    lines += [key.lua() for key in schema if (f"{key.name}_key" if key.parts else key.name.upper()) in used]
+    lines += [f"local {word} = {lua_text(text)}" for word, text in schema.words.items() if word in used]
+    repeated = tuple(each for each, written in zip(keys, declared["KEYS"], strict=True) if written.endswith("[]"))
+    return LuaScript("\n".join((*lines, body)), tuple(each for each in keys if each not in repeated), repeated)
+
+
+def _declared(name: str, kind: str, body: str) -> list[str]:
+    names = [each for found, line in _HEADER.findall(body) if found == kind for each in line.split(", ")]
+    wrong = [each for each in names if not _NAME[kind].fullmatch(each)]
+    bare = [each.removesuffix("[]") for each in names]
+    repeated = [each.endswith("[]") for each in names]
+    if wrong or len({*bare}) < len(bare) or repeated != sorted(repeated):
+        raise ValueError(f"script {name}: {kind} are not names, each once, those with [] last: {', '.join(names)}")
+    return names
+
+
+def _named(kind: str, names: Sequence[str]) -> list[str]:
+    """Lines of Lua that give the names what Redis gives by place."""
+    once = [each for each in names if not each.endswith("[]")]
+    again = [each.removesuffix("[]") for each in names if each.endswith("[]")]
+    lines = []
+    if once:
+        values = ", ".join(f"{kind}[{place}]" for place in range(1, len(once) + 1))
+        lines.append(f"local {', '.join(once)} = {values}")
+    if again:
+        places = ", ".join(f"{each}[#{each} + 1]" for each in again)
+        values = ", ".join(f"{kind}[i + {offset}]" if offset else f"{kind}[i]" for offset in range(len(again)))
+        lines.append(f"local {', '.join(again)} = {', '.join('{}' for _ in again)}")
+        lines.append(f"for i = {len(once) + 1}, #{kind}, {len(again)} do {places} = {values} end")
+    return lines

@@ -20,7 +20,7 @@ from headrace_broker.errors import (
     TooManySubscribersError,
 )
 from headrace_broker.events import EndEvent, StreamEvent
-from headrace_broker.keys import hub_key
+from headrace_broker.keys import HUB_SECONDS, hub_key
 from headrace_broker.listeners import SHORTEST_SECONDS, touch, touch_every
 from headrace_broker.subscriber import Readers, execute_async
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _MAX_WAITING: Final = 512
 """Events that wait for one subscriber; beyond it its streams are left in Redis until these are taken."""
-_WAKE_KEY_SECONDS: Final = 3600
 _RETRY_SECONDS: Final = 0.2
 MAX_SUBSCRIBERS: Final = 16
 """Of one stream at a time: each beyond the first takes a connection."""
@@ -181,7 +180,7 @@ class StreamHub:
         with contextlib.suppress(*CONNECTION_ERRORS):  # the reading task meets them, too, and has patience
             async with self._client.pipeline(transaction=False) as pipe:
                 pipe.xadd(self._key, {"wake": 1}, maxlen=1)
-                pipe.expire(self._key, _WAKE_KEY_SECONDS)
+                pipe.expire(self._key, HUB_SECONDS)
                 await pipe.execute()
 
     def leave(self, last_ids: Mapping[str, str | None]) -> None:

@@ -15,20 +15,24 @@ import msgpack
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, StreamEvent, pack, read_entry, read_flat_entry
 from headrace_broker.held_connection import HeldConnection
-from headrace_broker.keys import ENDED_PREFIX, PROBE_KEY, STREAM_PREFIX, ended_key, engine_losses_key, stream_key
+from headrace_broker.keys import (
+    ENDED_SECONDS,
+    HANDED_BACK_SECONDS,
+    PROBE_KEY,
+    ended_key,
+    engine_losses_key,
+    stream_key,
+)
 from headrace_broker.model_identity import ModelIdentity
 from headrace_broker.results import ErrorInfo, PromptLogprobs, TokenLogprobs, Usage, logprob_bytes_to_wire
-from headrace_broker.scripts import lua
+from headrace_broker.scripts import script
 
 if TYPE_CHECKING:
     import redis
 
-
-ENDED_SECONDS: Final = 3600
-"""So long after its stream has expired is it known that a request has ended."""
-
-HANDED_BACK_SECONDS: Final = 86_400
-"""How long the stream of a request that has begun waits for it to go on, which may take as long as the queue does."""
+END_STREAM: Final = script("stream_prelude", "stream_end")
+_CLAIM: Final = script("stream_prelude", "stream_claim")
+_PUBLISH: Final = script("stream_prelude", "stream_publish")
 
 _ENDED: Final = 1
 _ANOTHERS: Final = 2
@@ -201,10 +205,10 @@ class StreamWriter:
     def __init__(self, client: "redis.Redis", ttl_seconds: int) -> None:
         self._client: Final = client
         self._ttl_seconds: Final = ttl_seconds
-        self._claim: Final = client.register_script(lua("stream_claim", prelude="stream_prelude"))
-        self._publish: Final = client.register_script(lua("stream_publish", prelude="stream_prelude"))
+        self._claim: Final = client.register_script(_CLAIM.text)
+        self._publish: Final = client.register_script(_PUBLISH.text)
         self._held: Final = HeldConnection(client)
-        self._end: Final = client.register_script(lua("stream_end", prelude="stream_prelude"))
+        self._end: Final = client.register_script(END_STREAM.text)
 
     def claim(
         self,
@@ -238,7 +242,9 @@ class StreamWriter:
             start["prompt_tail"] = prompt_tail
         if draws is not None:
             start["draws"] = draws
-        keys = [stream_key(request_id), engine_losses_key(request_id), ended_key(request_id)]
+        keys = _CLAIM.keys(
+            stream=stream_key(request_id), engine_losses=engine_losses_key(request_id), ended=ended_key(request_id)
+        )
         args: list[str | int | bytes] = [pack(start), self._ttl_seconds, content or ""]
         attempt, state, raw, losses, replaced = self._claim(keys=keys, args=args)
         entries = [read_flat_entry(entry) for entry in raw]
@@ -260,8 +266,7 @@ class StreamWriter:
             return {}
         packed = packed or pack_writes(writes)
         # In one argument, and no KEYS: each argument of its own costs redis-py more than Redis takes to unpack all.
-        args: list[str | int | bytes] = [self._ttl_seconds, ENDED_SECONDS, STREAM_PREFIX, ENDED_PREFIX, packed]
-        failed = self._held.run(self._publish, args)
+        failed = self._held.run(self._publish, [self._ttl_seconds, packed])
         outcomes: dict[Attempt, WriteOutcome] = {}
         for position, outcome in zip(failed[::2], failed[1::2], strict=True):
             outcomes.setdefault(writes[position].key, WriteOutcome(outcome.decode()))
@@ -303,9 +308,8 @@ class StreamWriter:
         data = end_data(finish_reason, None, error)
         if content:
             data["content"] = content
-        keys = [stream_key(request_id), ended_key(request_id)]
-        ttl = self._ttl_seconds
-        args: list[str | int | bytes] = [pack(data), ttl, ttl, ENDED_SECONDS, content]
+        keys = END_STREAM.keys(stream=stream_key(request_id), ended=ended_key(request_id))
+        args: list[str | int | bytes] = [pack(data), self._ttl_seconds, self._ttl_seconds, content]
         found = self._end(keys=keys, args=args)
         if found is None:
             return Ending.WRITTEN

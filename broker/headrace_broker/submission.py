@@ -18,11 +18,14 @@ from headrace_broker.events import ChunkEvent, EndEvent, StreamEvent, pack, unpa
 from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.listeners import LONGEST_SECONDS, SHORTEST_SECONDS, is_abandon_after
 from headrace_broker.messages import GenerateRequest, name_problems
+from headrace_broker.reasons import ErrorCode
 from headrace_broker.results import ErrorInfo, GenerateResult
-from headrace_broker.streams import ENDED_SECONDS, end_data
+from headrace_broker.scripts import script
+from headrace_broker.streams import END_STREAM, end_data
 from headrace_broker.value_rules import is_finite, is_integer, plain, shown
 
 LOWEST_PRIORITY: Final = 9
+STREAM_STATUS: Final = script("stream_prelude", "stream_status")
 QUEUED_CANCEL_TTL_SECONDS: Final = 86_400
 """How long a cancellation waits for its request, which may be far back in the queue."""
 
@@ -211,10 +214,10 @@ def _deadline(expires: float | datetime | None, now: float, problems: list[str])
 
 def cancel_call(request_id: str, ttl_seconds: int) -> dict[str, Any]:
     """Keys and arguments with which a client calls `stream_end.lua`."""
-    end = end_data("cancelled", None, ErrorInfo("cancelled", "the client cancelled the request"))
+    end = end_data("cancelled", None, ErrorInfo(ErrorCode.CANCELLED, "the client cancelled the request"))
     return {
-        "keys": [stream_key(request_id), ended_key(request_id)],
-        "args": [pack(end), ttl_seconds, QUEUED_CANCEL_TTL_SECONDS, ENDED_SECONDS],
+        "keys": END_STREAM.keys(stream=stream_key(request_id), ended=ended_key(request_id)),
+        "args": [pack(end), ttl_seconds, QUEUED_CANCEL_TTL_SECONDS],
     }
 
 
@@ -260,7 +263,7 @@ def read_result(request_id: str, meta: bytes) -> GenerateResult | None:
         reason = _celery_message(value, "the task was revoked")
         raise RequestFailedError(request_id, "expired" if reason.endswith("expired") else "cancelled", reason)
     if status == "FAILURE":
-        raise RequestFailedError(request_id, "engine_error", _celery_message(value, "the task failed"))
+        raise RequestFailedError(request_id, ErrorCode.ENGINE_ERROR, _celery_message(value, "the task failed"))
     return None
 
 

@@ -19,8 +19,8 @@ from weakref import WeakValueDictionary
 from headrace_broker.connections import BLOCK_SECONDS
 from headrace_broker.errors import TokenizerCallError
 from headrace_broker.events import pack, unpack
-from headrace_broker.keys import tokenizer_answer_key, tokenizer_calls_key
-from headrace_broker.scripts import lua
+from headrace_broker.keys import TOKENIZER_SECONDS, tokenizer_answer_key, tokenizer_calls_key
+from headrace_broker.scripts import script
 
 if TYPE_CHECKING:
     import redis
@@ -34,9 +34,9 @@ MOST_OF_ASKER: Final = 16
 """Calls of one asker that are in Redis at once; further ones wait in its own memory."""
 MOST_OF_KEY: Final = 4
 """Calls of one API key among those of an asker; further ones wait, so that they keep no others out."""
-ANSWER_SECONDS: Final = 10.0
-_LIST_KEPT_MS: Final = math.ceil(1000 * ANSWER_SECONDS)
-_ANSWER_KEPT_MS: Final = 10_000
+ANSWER_SECONDS: Final = float(TOKENIZER_SECONDS)
+_KEPT_MS: Final = 1000 * TOKENIZER_SECONDS
+_PUSH: Final = script("tokenizer_push")
 _LEAST_BLOCK_SECONDS: Final = 0.01
 """To Redis, a time-out of 0 is none."""
 
@@ -62,7 +62,7 @@ class TokenizerAsker:
     def __init__(self, client: "redis.asyncio.Redis", *, seconds: float = ANSWER_SECONDS) -> None:
         self._client: Final = client
         self._seconds: Final = seconds
-        self._push: Final = client.register_script(lua("tokenizer_push", prelude=None))
+        self._push: Final = client.register_script(_PUSH.text)
         self._room: Final = asyncio.Semaphore(MOST_OF_ASKER)
         self._rooms_of_keys: Final[WeakValueDictionary[str, asyncio.Semaphore]] = WeakValueDictionary()
 
@@ -83,8 +83,8 @@ class TokenizerAsker:
         try:
             async with asyncio.timeout(self._seconds), room_of_key, self._room:
                 milliseconds = max(1, math.ceil(1000 * (deadline - time.monotonic())))
-                args: list[bytes | int] = [packed, MOST_WAITING, milliseconds, _LIST_KEPT_MS]
-                if not await self._push(keys=[tokenizer_calls_key(model)], args=args):
+                args: list[bytes | int] = [packed, MOST_WAITING, milliseconds, _KEPT_MS]
+                if not await self._push(keys=_PUSH.keys(tokenizer_calls=tokenizer_calls_key(model)), args=args):
                     message = f"the workers of {model} have {MOST_WAITING} calls of the tokenizer to answer; try again"
                     raise TokenizerCallError("tokenizer_unavailable", message)
                 return await self._answer(call_id, deadline)
@@ -136,5 +136,5 @@ class TokenizerCalls:
         key = tokenizer_answer_key(call.id)
         with self._client.pipeline(transaction=True) as pipe:
             pipe.rpush(key, answer)
-            pipe.pexpire(key, _ANSWER_KEPT_MS)
+            pipe.pexpire(key, _KEPT_MS)
             pipe.execute()

@@ -30,13 +30,13 @@ from redis.retry import Retry
 
 from headrace_broker.connections import CONNECTION_ERRORS
 from headrace_broker.content import loads
-from headrace_broker.dead_letters import DUPLICATE_ID
 from headrace_broker.doorbell import Doorbell, DoorbellPoller, wait_command
 from headrace_broker.envelope import check_envelope, content_digest, open_envelope
 from headrace_broker.errors import MalformedMessageError, TransportConfigurationError
 from headrace_broker.fair_share import FairShare
 from headrace_broker.keys import QUEUE_PREFIX, bell_key, level_of, sorted_ids_key
 from headrace_broker.leases import LeasedMessage, Leases
+from headrace_broker.reasons import DeadLetterReason
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class QoS(virtual.QoS):
         elif requeue:
             self.channel.leases.release(delivery_tag, strike=True)  # a rejection is because of the message
         else:
-            self.channel.leases.bury(delivery_tag, "rejected")
+            self.channel.leases.bury(delivery_tag, DeadLetterReason.REJECTED)
 
     def can_consume(self) -> bool:
         if self.channel.leased:
@@ -519,7 +519,7 @@ class Channel(kombu_redis.Channel):
             problem = _shown(error)
         self._fetched.popleft()  # not before: where the channel closes between two steps, it is released
         if payload is None:
-            self.leases.bury(message.lease_id, f"undecodable: {problem}")
+            self.leases.bury(message.lease_id, DeadLetterReason.UNDECODABLE, problem)
             return
         consume = self.connection._callbacks.get(queue)
         if consume is None:  # the consumer was cancelled in the meantime
@@ -527,7 +527,7 @@ class Channel(kombu_redis.Channel):
             return
         try:
             if not self.leases.bind(message, payload["headers"].get("id")):
-                self.leases.bury(message.lease_id, DUPLICATE_ID)
+                self.leases.bury(message.lease_id, DeadLetterReason.DUPLICATE_ID)
                 return
             consume(payload)
         except (*CONNECTION_ERRORS, OperationalError):
@@ -540,7 +540,7 @@ class Channel(kombu_redis.Channel):
             # the error's own text may quote the message, and with it a prompt
             trace = "".join(traceback.format_tb(error.__traceback__))
             logger.error("a message of queue %s could not be delivered: %s\n%s", queue, type(error).__name__, trace)
-            self.leases.bury(message.lease_id, f"undeliverable: {type(error).__name__}")
+            self.leases.bury(message.lease_id, DeadLetterReason.UNDELIVERABLE, type(error).__name__)
 
     def _payload(self, message: LeasedMessage, queue: str) -> Generator[None, None, dict[str, Any]]:
         """What kombu gets, made in steps of 26 ms at most, as measured with the largest message."""

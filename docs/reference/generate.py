@@ -1,7 +1,7 @@
 """Write the pages of docs/reference from the code: `python docs/reference/generate.py [--check]`.
 
-Settings, commands, metrics, errors and sampling parameters are declared in the packages. These pages list them, so they
-are never edited by hand. With --check nothing is written: the exit status is 1 where a page is stale.
+Settings, commands, metrics, errors, Redis keys and sampling parameters are declared in the packages. These pages list
+them, so they are never edited by hand. With --check nothing is written: the exit status is 1 where a page is stale.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import click
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from headrace_broker.results import ErrorCode
+from headrace_broker.key_schema import KeySchema
+from headrace_broker.keys import KEYS
+from headrace_broker.reasons import DEAD_LETTER_LABELS, ErrorCode
 from headrace_broker.settings import BrokerSettings
 from headrace_engine.sampling_params import RepetitionDetectionParams, SamplingParams
 from headrace_engine.structured_outputs_params import StructuredOutputsParams
+from headrace_gateway import redis_keys
 from headrace_gateway.broker_errors import api_error_of_end
 from headrace_monitoring import labels
 from headrace_monitoring.gateway_metrics import GatewayMetrics
@@ -44,6 +47,7 @@ _ERROR_MODULES = (
     "headrace_workers.errors",
     "headrace_monitoring.errors",
 )
+_LABELS = labels.LabelSets(dead_letter_reasons=DEAD_LETTER_LABELS)
 _MOST_VALUES = 12
 """A label with more values is shown by the first four and the last."""
 
@@ -55,6 +59,7 @@ def pages() -> dict[str, str]:
         "cli.md": _page("Commands", _cli()),
         "metrics.md": _page("Metrics", _metrics()),
         "errors.md": _page("Errors", _errors()),
+        "redis-keys.md": _page("Redis keys", _redis_keys()),
         "sampling-params.md": _page("SamplingParams", _sampling_params()),
     }
 
@@ -168,11 +173,11 @@ def _metrics() -> Iterator[str]:
 
 
 def _worker_registry() -> Collector:
-    return Metrics(model="MODEL", queue="headrace.MODEL", version="VERSION").registry
+    return Metrics(model="MODEL", queue="headrace.MODEL", version="VERSION", label_sets=_LABELS).registry
 
 
 def _exporter_registry() -> Collector:
-    exposition = ServiceExposition(version="VERSION")
+    exposition = ServiceExposition(version="VERSION", label_sets=_LABELS)
     level = ModelLevels(
         model="MODEL",
         queue="headrace.MODEL",
@@ -223,7 +228,7 @@ def _errors() -> Iterator[str]:
         "The field `error.code` of a stream's end and of a result ([wire](../wire.md#result)), and the HTTP status",
     )
     yield from ("that the gateway answers with.", "", "| code | HTTP status | OpenAI's type |", "|---|---|---|")
-    for code in get_args(ErrorCode):
+    for code in ErrorCode:
         error = api_error_of_end(code, "")
         yield _row(f"`{code}`", str(error.status), f"`{error.kind}`")
     yield from ("", "## Codes of the gateway", "", "The field `error.code` of an HTTP error body, also a label of")
@@ -244,6 +249,25 @@ def _errors() -> Iterator[str]:
 
 def _first_paragraph(kind: type) -> str:
     return inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0]
+
+
+# -- Redis keys
+
+
+def _redis_keys() -> Iterator[str]:
+    yield "Every key that Headrace uses in Redis; Celery keeps its own beside them."
+    yield "Writers are the [users of Redis](../deployment.md#redis-users) that write, delete or extend a key."
+    yield "`client` may write what `producer` and `subscriber` may."
+    yield "Only keys that [the wire format](../wire.md) names are part of the contract."
+    yield from _keys_of("Queue", KEYS)
+    yield from _keys_of("Gateway", redis_keys.KEYS)
+
+
+def _keys_of(title: str, schema: KeySchema) -> Iterator[str]:
+    yield from ("", f"## {title}", "", "| key | type | holds | written by | lives |", "|---|---|---|---|---|")
+    for key in schema:
+        shown = key.pattern.encode("unicode_escape").decode()
+        yield _row(f"`{shown}`", key.type, key.holds, ", ".join(key.writers), key.life)
 
 
 # -- sampling parameters

@@ -1,6 +1,7 @@
 """Maps the queue's errors to HTTP: status, OpenAI's type, code, and whether a client should retry."""
 
 import math
+from collections.abc import Mapping
 from typing import Final
 
 from headrace_broker import (
@@ -13,21 +14,22 @@ from headrace_broker import (
     UnknownModelError,
 )
 from headrace_broker.errors import TooManySubscribersError
+from headrace_broker.reasons import ErrorCode
 from headrace_gateway.errors import ApiError
 
 NO_RETRY: Final = {"x-should-retry": "false"}
 """OpenAI's SDKs retry a status of 500 and above; the queue has already retried these."""
 
-_ENDS: Final = {
-    "invalid_request": (400, "invalid_request_error", {}),
-    "unsupported": (400, "invalid_request_error", {}),
-    "context_length_exceeded": (400, "invalid_request_error", {}),
-    "model_not_found": (404, "invalid_request_error", {}),
-    "quota_exceeded": (429, "rate_limit_error", {"retry-after": "1"}),
-    "cancelled": (499, "invalid_request_error", {}),
-    "expired": (504, "server_error", NO_RETRY),
+_ENDS: Final[Mapping[str, tuple[int, str, dict[str, str]]]] = {
+    ErrorCode.INVALID_REQUEST: (400, "invalid_request_error", {}),
+    ErrorCode.UNSUPPORTED: (400, "invalid_request_error", {}),
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: (400, "invalid_request_error", {}),
+    ErrorCode.MODEL_NOT_FOUND: (404, "invalid_request_error", {}),
+    ErrorCode.QUOTA_EXCEEDED: (429, "rate_limit_error", {"retry-after": "1"}),
+    ErrorCode.CANCELLED: (499, "invalid_request_error", {}),
+    ErrorCode.EXPIRED: (504, "server_error", NO_RETRY),
 }
-_PARAMS: Final = {"model_not_found": "model"}
+_PARAMS: Final[Mapping[str, str]] = {ErrorCode.MODEL_NOT_FOUND: "model"}
 
 
 def api_error_of_end(code: str, message: str, *, prompt_field: str | None = None) -> ApiError:
@@ -37,7 +39,7 @@ def api_error_of_end(code: str, message: str, *, prompt_field: str | None = None
         prompt_field: the field that holds the prompt, for an error about the length of the context.
     """
     status, kind, headers = _ENDS.get(code, (500, "server_error", NO_RETRY))
-    param = prompt_field if code == "context_length_exceeded" else _PARAMS.get(code)
+    param = prompt_field if code == ErrorCode.CONTEXT_LENGTH_EXCEEDED else _PARAMS.get(code)
     return ApiError(status, kind, code, message, param=param, headers=headers)
 
 

@@ -3,10 +3,17 @@
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from headrace_gateway.scripts import lua
+from headrace_gateway.redis_keys import due_key, tokens_key
+from headrace_gateway.scripts import script
 
 if TYPE_CHECKING:
     import redis.asyncio
+
+_ADD: Final = script("claims_prelude", "claims_add")
+_TAKE: Final = script("claims_prelude", "claims_take")
+_RENEW: Final = script("claims_prelude", "claims_renew")
+_PUT_BACK_ALL: Final = script("claims_prelude", "claims_put_back_all")
+_RELEASE: Final = script("claims_prelude", "claims_release")
 
 
 class Claim(NamedTuple):
@@ -30,19 +37,16 @@ class Claims:
 
     def __init__(self, client: "redis.asyncio.Redis", name: str, *, seconds: float = 30.0) -> None:
         self.seconds: Final = seconds
-        self.due_key: Final = f"headrace:gw:work:{name}"
+        self.due_key: Final = due_key(name)
         """Sorted set: item -> when it is due, in milliseconds of Redis's clock."""
-        self.token_key: Final = f"{self.due_key}:token"
+        self.token_key: Final = tokens_key(name)
         """Hash: item -> the token of its claim."""
-        self._add: Final = client.register_script(lua("claims_prelude", "claims_add"))
-        self._take: Final = client.register_script(lua("claims_prelude", "claims_take"))
-        self._renew: Final = client.register_script(lua("claims_prelude", "claims_renew"))
-        self._put_back_all: Final = client.register_script(lua("claims_prelude", "claims_put_back_all"))
-        self._release: Final = client.register_script(lua("claims_prelude", "claims_release"))
-
-    @property
-    def _keys(self) -> list[str]:
-        return [self.due_key, self.token_key]
+        self._keys: Final = _TAKE.keys(due=self.due_key, tokens=self.token_key)  # all scripts have the same keys
+        self._add: Final = client.register_script(_ADD.text)
+        self._take: Final = client.register_script(_TAKE.text)
+        self._renew: Final = client.register_script(_RENEW.text)
+        self._put_back_all: Final = client.register_script(_PUT_BACK_ALL.text)
+        self._release: Final = client.register_script(_RELEASE.text)
 
     async def add(self, item: str, *, after: float = 0.0) -> bool:
         """Add an item that is due in `after` seconds; return False if it exists already."""

@@ -13,6 +13,7 @@ from headrace_gateway.call import AnswerForm, ChatForm, MessageForm, ResponseFor
 from headrace_gateway.errors import ApiError
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from headrace_gateway.redis_keys import envelope_key
 
 if TYPE_CHECKING:
     import redis.asyncio
@@ -108,10 +109,6 @@ def check_release(envelope: Envelope) -> None:
         isinstance(form, ChatForm | MessageForm | ResponseForm) and not _knows_parsers(form)
     ):
         raise _other_release()
-
-
-def envelope_key(answer_id: str) -> str:
-    return f"headrace:gw:req:{answer_id}"
 
 
 def _knows_parsers(form: ChatForm | MessageForm | ResponseForm) -> bool:

@@ -23,7 +23,7 @@ from headrace_gateway.chat_fields import read_chat
 from headrace_gateway.completion_fields import read_completion
 from headrace_gateway.context import Gateway, gateway_of, key_of
 from headrace_gateway.cursor import Cursor
-from headrace_gateway.envelope import Envelope, envelope_key
+from headrace_gateway.envelope import Envelope
 from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.event_stream import EventStream, unless_disconnected
 from headrace_gateway.fold import fold
@@ -32,7 +32,7 @@ from headrace_gateway.ids import new_id
 from headrace_gateway.input_items import with_ids
 from headrace_gateway.json_response import JsonResponse
 from headrace_gateway.keys import ApiKey
-from headrace_gateway.response_store import response_key
+from headrace_gateway.redis_keys import envelope_key, response_key
 
 _PLAIN_WAIT: Final = 3600.0
 _REFUSALS: Final = (InvalidRequestError, UnknownModelError, QueueFullError)

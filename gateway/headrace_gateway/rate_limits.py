@@ -13,13 +13,14 @@ from headrace_broker.connections import REDIS_ERRORS
 from headrace_gateway.broker_errors import unavailable
 from headrace_gateway.errors import ApiError
 from headrace_gateway.keys import ApiKey
-from headrace_gateway.scripts import lua
+from headrace_gateway.redis_keys import CHARGED_SECONDS, charged_key, rate_key
+from headrace_gateway.scripts import script
 
 if TYPE_CHECKING:
     import redis.asyncio
 
-_KEPT_SECONDS: Final = 90_000
-"""After this an answer cannot be read: the longest life of a request, and an hour."""
+_ADMIT: Final = script("rate_prelude", "rate_admit")
+_CHARGE: Final = script("rate_prelude", "rate_charge")
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +29,8 @@ class RateLimits:
     """Keys without limits need no call to Redis."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
-        self._admit: Final = client.register_script(lua("rate_prelude", "rate_admit"))
-        self._charge: Final = client.register_script(lua("rate_prelude", "rate_charge"))
+        self._admit: Final = client.register_script(_ADMIT.text)
+        self._charge: Final = client.register_script(_CHARGE.text)
 
     async def admit(self, key: ApiKey) -> dict[str, str]:
         """Take one request from the bucket, and return the headers that report what is left.
@@ -41,7 +42,7 @@ class RateLimits:
             return {}
         try:
             admitted, requests_left, tokens_left, wait = await self._admit(
-                keys=[_levels_key(key)], args=[requests or 0, tokens or 0]
+                keys=_ADMIT.keys(rate=rate_key(key.name)), args=[requests or 0, tokens or 0]
             )
         except REDIS_ERRORS as error:
             raise unavailable() from error
@@ -58,15 +59,11 @@ class RateLimits:
         """
         if key.tokens_per_minute is None or tokens <= 0:
             return
-        keys = [_levels_key(key), f"headrace:gw:charged:{answer_id}"]
+        keys = _CHARGE.keys(rate=rate_key(key.name), charged=charged_key(answer_id))
         try:
-            await self._charge(keys=keys, args=[key.tokens_per_minute, tokens, _KEPT_SECONDS])
+            await self._charge(keys=keys, args=[key.tokens_per_minute, tokens, CHARGED_SECONDS])
         except REDIS_ERRORS as error:
             logger.warning("tokens not charged: answer_id=%s tokens=%d (%s)", answer_id, tokens, type(error).__name__)
-
-
-def _levels_key(key: ApiKey) -> str:
-    return f"headrace:gw:rate:{key.name}"
 
 
 def _refused(key: ApiKey, left: dict[str, float], wait: float, headers: dict[str, str]) -> ApiError:

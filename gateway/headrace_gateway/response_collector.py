@@ -18,8 +18,9 @@ from headrace_gateway.answer_reader import LATE_SECONDS
 from headrace_gateway.call import ResponseForm
 from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.claims import Claim, Claims
-from headrace_gateway.envelope import Envelope, EnvelopeStore, check_release, envelope_key
+from headrace_gateway.envelope import Envelope, EnvelopeStore, check_release
 from headrace_gateway.errors import ApiError
+from headrace_gateway.redis_keys import envelope_key
 from headrace_gateway.response_replay import replay
 from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.response_stream import ResponseStream

@@ -1,7 +1,7 @@
 """`ResponseStore`: stores for the Responses API what must outlive a stream: a request's input, and later its end.
 
-The envelope has what the request determines, and is kept as long. `headrace:gw:response:<id>` is a hash of two JSON
-texts: `input`, the input items, and `state`, the fields of the object that `ResponseStream.state` returns.
+The envelope has what the request determines, and is kept as long. `state` has the fields of the object that
+`ResponseStream.state` returns.
 """
 
 from collections.abc import Sequence
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from headrace_broker.idempotency import KEPT_SECONDS
+from headrace_broker.keys import IDEMPOTENCY_SECONDS
 from headrace_gateway.call import ResponseForm
 from headrace_gateway.claims import Claim, Claims
-from headrace_gateway.envelope import Envelope, EnvelopeStore, envelope_key
+from headrace_gateway.envelope import Envelope, EnvelopeStore
 from headrace_gateway.errors import ApiError, invalid
-from headrace_gateway.scripts import lua
+from headrace_gateway.redis_keys import deleted_key, envelope_key, response_key
+from headrace_gateway.scripts import script
 
 if TYPE_CHECKING:
     import redis.asyncio
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 MAX_STORED_BYTES: Final = 4 * 2**20
 """Of the input of one response, and also of its output."""
 _TOO_LARGE: Final = "too_large"
+_PUT: Final = script("response_put")
+_FINISH: Final = script("response_finish")
 _ENCODE: Final = msgspec.json.Encoder().encode
 _DECODE: Final = msgspec.json.Decoder().decode
 
@@ -42,8 +45,8 @@ class ResponseStore:
         self._envelopes: Final = envelopes
         self._claims: Final = claims
         self._life: Final = max(1, round(life))
-        self._put: Final = client.register_script(lua("response_put"))
-        self._finish: Final = client.register_script(lua("response_finish"))
+        self._put: Final = client.register_script(_PUT.text)
+        self._finish: Final = client.register_script(_FINISH.text)
 
     async def put(self, envelope: Envelope, input_items: Sequence[dict[str, Any]]) -> None:
         """Store the envelope and the input of a request, and schedule the collection of its end.
@@ -60,7 +63,7 @@ class ResponseStore:
             if size > MAX_STORED_BYTES:
                 message = f"the input takes {size} bytes, and at most {MAX_STORED_BYTES} can be stored: "
                 raise invalid(f"{message}shorten it, or send store: false", code="response_too_large", param="store")
-            keys = [response_key(envelope.id)]
+            keys = _PUT.keys(response=response_key(envelope.id))
             has_ended = bool(await self._put(keys=keys, args=[packed, self._envelopes.life(envelope)]))
         await self._envelopes.put(envelope)
         if not has_ended and (envelope.form.store or envelope.form.background):
@@ -70,11 +73,11 @@ class ResponseStore:
         """Delete all of it at once. A marker stays for as long as an Idempotency-Key is bound to it."""
         async with self._client.pipeline(transaction=True) as pipe:
             pipe.delete(envelope_key(response_id), response_key(response_id))
-            pipe.set(_deleted_key(response_id), "1", ex=KEPT_SECONDS)
+            pipe.set(deleted_key(response_id), "1", ex=IDEMPOTENCY_SECONDS)
             await pipe.execute()
 
     async def was_deleted(self, response_id: str) -> bool:
-        return bool(await self._client.exists(_deleted_key(response_id)))
+        return bool(await self._client.exists(deleted_key(response_id)))
 
     async def input_items(self, response_id: str) -> Items | None:
         """Return the input items; None if none are stored."""
@@ -102,17 +105,11 @@ class ResponseStore:
         packed = _ENCODE(state)
         if len(packed) > MAX_STORED_BYTES:
             packed = _ENCODE({_TOO_LARGE: len(packed), "status": state["status"]})
-        keys = [self._claims.token_key, response_key(claim.item), envelope_key(claim.item)]
+        keys = _FINISH.keys(
+            tokens=self._claims.token_key, response=response_key(claim.item), envelope=envelope_key(claim.item)
+        )
         lives = self._life, self._envelopes.result_ttl
         found: int | bytes = await self._finish(keys=keys, args=[*claim, packed, *lives])
         if isinstance(found, bytes):  # a replica died before it announced the end
             return str(_DECODE(found).get("status", state["status"]))
         return str(state["status"]) if found else None
-
-
-def response_key(response_id: str) -> str:
-    return f"headrace:gw:response:{response_id}"
-
-
-def _deleted_key(response_id: str) -> str:
-    return f"headrace:gw:deleted:{response_id}"

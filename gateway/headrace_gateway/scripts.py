@@ -1,11 +1,12 @@
-"""Loads the gateway's Lua scripts from the folder beside this module. Each name is a file."""
+"""Loads the gateway's Lua scripts from the folder beside this module. Each name is a file.
 
-from functools import cache
-from importlib.resources import files
+`headrace_broker.scripts` says how a script names its keys and arguments.
+"""
+
+from headrace_broker.scripts import LuaScript, load
+from headrace_gateway.redis_keys import KEYS
 
 
-@cache
-def lua(*names: str) -> str:
-    """Return the text of each `lua/<name>.lua`, joined; name preludes first."""
-    folder = files("headrace_gateway") / "lua"
-    return "\n".join((folder / f"{name}.lua").read_text() for name in names)
+def script(*names: str) -> LuaScript:
+    """Return the script `lua/<name>.lua` of this package; name preludes first."""
+    return load("headrace_gateway", KEYS, *names)

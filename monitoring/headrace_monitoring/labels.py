@@ -94,6 +94,8 @@ REFUSALS = (
     "queue_unavailable",
     "engine_error",
     "dead_letter",
+    "model_changed",
+    "cancelled",
     "expired",
     "internal_error",
     "stopping",
@@ -131,15 +133,8 @@ class LabelSets:
     """
 
     priority_steps: tuple[int, ...] = (0, 3, 6, 9)
-    dead_letter_reasons: tuple[str, ...] = (
-        "undecodable",
-        "undeliverable",
-        "rejected",
-        "duplicate",
-        "duplicate_id",
-        "delivery_limit",
-        "poison",
-    )
+    dead_letter_reasons: tuple[str, ...] = ()
+    """Those of the broker, with underscores."""
     restart_reasons: tuple[str, ...] = ("crash", "stall", "out_of_memory", "recompilation")
     redis_commands: tuple[str, ...] = ("claim", "publish", "depth")
     tenants: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import engine_losses_key, listener_key, queue_lists, queue_name, result_key, stream_key
 from headrace_broker.leases import Leases
 from headrace_broker.listeners import Listeners
+from headrace_broker.reasons import DeadLetterReason
 from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import StreamWriter
 from headrace_workers.cli.dead import dead_letters
@@ -31,7 +32,8 @@ def bury(client: Client, redis_client: "redis.Redis", *request_ids: str, reason:
     for request_id in request_ids:
         client.submit("the wheel Zanzibar", request_id=request_id)
         [message] = leases.fetch(queue_lists(queue_name(MODEL)), 1)
-        leases.bury(message.lease_id, reason)
+        why, _, detail = reason.partition(": ")
+        leases.bury(message.lease_id, DeadLetterReason(why), detail)
         StreamWriter(redis_client, 60).end_unclaimed(request_id, "error", ErrorInfo("dead_letter", "x"))
         redis_client.set(result_key(request_id), "x")
         redis_client.set(engine_losses_key(request_id), 2)

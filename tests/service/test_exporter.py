@@ -20,6 +20,7 @@ from headrace_broker.connections import connect
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.leases import Leases
+from headrace_broker.reasons import DeadLetterReason
 from headrace_broker.registry import register_model
 from headrace_monitoring.exposition import ExpositionFormat
 from headrace_workers.exporter import MAX_MODELS, Exporter
@@ -56,7 +57,7 @@ def test_the_queues_of_every_registered_model_are_shown_without_any_worker(
     leases = Leases(redis_client, lease_seconds=60, delivery_limit=3)
     (message,) = leases.fetch(queue_lists(queue_name("one")), 1)
     leases.hold(message.lease_id, message)
-    leases.bury(message.lease_id, "poison")
+    leases.bury(message.lease_id, DeadLetterReason.POISON)
     leases.fetch(queue_lists(queue_name("one")), 1)
     exporter.poll()
     queue = {"model": "one", "queue": "headrace.one"}
@@ -126,8 +127,8 @@ def test_the_number_of_series_is_bounded_however_many_models_were_ever_served(
     assert value(exporter, "headrace_queue_messages", model=f"model-{MAX_MODELS + 4}", state="ready") == 0
     text = exporter.exposition.exposition().decode()
     assert 'model="model-4"' not in text  # the longest unseen are left out
-    # 3 states, 4 priorities, 7 reasons, age, run-out leases, last seen: what docs/monitoring.md states
-    assert sum('model="' in line for line in text.splitlines()) == 19 * MAX_MODELS
+    # 3 states, 4 priorities, 10 reasons, age, run-out leases, last seen, blocked: what docs/monitoring.md states
+    assert sum('model="' in line for line in text.splitlines()) == 21 * MAX_MODELS
 
 
 def test_the_command_serves_polls_and_ends_on_sigterm(redis_server: EmbeddedServer, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from headrace_broker.connections import CONNECTION_ERRORS, REDIS_ERRORS, connect
 from headrace_broker.eviction import eviction_warning
 from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.leases import Leases
+from headrace_broker.reasons import DEAD_LETTER_LABELS
 from headrace_broker.tokenizer_calls import TokenizerCalls
 from headrace_engine.engine_names import OWN_ENGINE
 from headrace_monitoring.health import HealthServer
@@ -69,7 +70,9 @@ class EngineStep(bootsteps.StartStopStep):
             queue=queue,
             version=version("headrace"),
             stall_limit=settings.stall_limit(),
-            label_sets=LabelSets(tenants=settings.tenant_names, adapters=adapters.names),
+            label_sets=LabelSets(
+                dead_letter_reasons=DEAD_LETTER_LABELS, tenants=settings.tenant_names, adapters=adapters.names
+            ),
         )
         if config.engine != OWN_ENGINE:  # what it tells is known when it is ready
             self.metrics.steps_tell_only(())

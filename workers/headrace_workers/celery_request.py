@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, Protocol
 
+from headrace_broker.reasons import DeadLetterReason
+
 
 class CeleryRequest(Protocol):
     """Celery's own members come first; those of `EngineRequest` follow, which documents them."""
@@ -70,7 +72,7 @@ class CeleryRequest(Protocol):
 
     def finish(self, result: dict[str, Any]) -> None: ...
 
-    def finish_as_dead_letter(self, reason: str) -> None: ...
+    def finish_as_dead_letter(self, reason: DeadLetterReason, detail: str) -> None: ...
 
     def hand_back(self, *, strike: bool = False, is_preempted: bool = False) -> None: ...
 

@@ -20,6 +20,7 @@ from celery.worker.state import task_ready, task_reserved
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.model_identity import ModelIdentity
+from headrace_broker.reasons import ErrorCode
 from headrace_broker.registry import register_model
 from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import StreamWriter
@@ -242,12 +243,12 @@ class Dispatcher:
         with self._answering(incoming, celery_request):
             if incoming.over_quota and not self._writer.exists(incoming.request_id):  # else it runs, sent twice
                 raise RefusedError(
-                    "quota_exceeded",
+                    ErrorCode.QUOTA_EXCEEDED,
                     f"the queue holds {incoming.over_quota} requests of this tenant, which is as many as it may",
                 )
             if incoming.delay > self._max_delay_seconds:
                 raise RefusedError(
-                    "invalid_request",
+                    ErrorCode.INVALID_REQUEST,
                     f"eta or countdown must lie within the next {self._max_delay_seconds:g} s,"
                     f" not {incoming.delay:.0f} s ahead",
                 )
@@ -272,7 +273,7 @@ class Dispatcher:
             if isinstance(error, PreparationError):
                 kind, raised = error.kind, error.raised
             logger.error("request could not be taken in", request_id=incoming.request_id, raised=raised)
-            failure = ErrorInfo("engine_error", f"the request could not be taken in: {kind}")
+            failure = ErrorInfo(ErrorCode.ENGINE_ERROR, f"the request could not be taken in: {kind}")
             self.settlement.refuse(incoming, failure, celery_request)
 
     # -- prepared -------------------------------------------------------------------------------------------------

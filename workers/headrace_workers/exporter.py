@@ -16,8 +16,10 @@ from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.eviction import eviction_warning
 from headrace_broker.keys import queue_name
 from headrace_broker.queue_levels import QueueLevelReader
+from headrace_broker.reasons import DEAD_LETTER_LABELS
 from headrace_broker.registry import RegisteredModel, known_models
 from headrace_monitoring.health import HealthServer
+from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.service_levels import ModelLevels, RedisLevels, ServiceExposition, ServiceLevels
 
 logger = logging.getLogger(__name__)
@@ -53,7 +55,8 @@ class Exporter:
         self._warned: str | None = None
         self._polled_at: float | None = None
         self._stopped = threading.Event()
-        self.exposition = ServiceExposition(version=version("headrace"))
+        sets = LabelSets(dead_letter_reasons=DEAD_LETTER_LABELS)
+        self.exposition = ServiceExposition(version=version("headrace"), label_sets=sets)
         self.server = HealthServer(
             exposition=self.exposition.exposition,
             not_ready=lambda: None if self._up else "Redis does not answer",

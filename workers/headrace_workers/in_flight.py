@@ -18,6 +18,7 @@ import structlog
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.engine_losses import EngineLosses
 from headrace_broker.listeners import Listeners
+from headrace_broker.reasons import DeadLetterReason, ErrorCode
 from headrace_broker.results import ErrorInfo, GenerateResult
 from headrace_broker.streams import Attempt, StreamWriter, WriteOutcome
 from headrace_engine.capabilities import EngineCapabilities, ExactResume
@@ -217,7 +218,7 @@ class InFlight:
 
     def _abandon(self, job: Job) -> None:
         logger.info("nobody listens", **job.log_fields)
-        self.end(job, "cancelled", ErrorInfo("cancelled", f"nobody has listened for {job.abandon_after:g} s"))
+        self.end(job, "cancelled", ErrorInfo(ErrorCode.CANCELLED, f"nobody has listened for {job.abandon_after:g} s"))
 
     def _end_of_other_model(self, job: Job) -> None:
         """This worker's model must not continue the job: it would be another's answer."""
@@ -226,7 +227,7 @@ class InFlight:
             f"the request was begun with {job.begun_with}, and this worker serves {job.model}: its tokens so far are"
             " kept, and another model must not continue them; send it again under a new id"
         )
-        self.end(job, "error", ErrorInfo("model_changed", message))
+        self.end(job, "error", ErrorInfo(ErrorCode.MODEL_CHANGED, message))
 
     def _remove(self, job: Job) -> None:
         del self._jobs[job.request_id]
@@ -308,9 +309,9 @@ class InFlight:
     def _bury(self, job: Job, reason: str) -> None:
         logger.error("request kills the engine", **job.log_fields, reason=reason)
         self._supervisor.forgive()
-        job.celery_request.finish_as_dead_letter(f"poison: {reason}")
+        job.celery_request.finish_as_dead_letter(DeadLetterReason.POISON, reason)
         message = f"the engine died three times while it computed this request, at last with it alone: {reason}"
-        self.end(job, "error", ErrorInfo("dead_letter", message))
+        self.end(job, "error", ErrorInfo(ErrorCode.DEAD_LETTER, message))
 
     def _go_on_with_quarantine(self) -> None:
         """If the suspect has ended or shown its innocence, it is the next one's turn, or all others'."""
@@ -417,7 +418,7 @@ class InFlight:
     def _complete_generated(self, job: Job, error: str | None = None) -> None:
         """All choices have ended."""
         if error is not None:
-            code = "invalid_request" if error == NOTHING_MAY_FOLLOW else "engine_error"
+            code = ErrorCode.INVALID_REQUEST if error == NOTHING_MAY_FOLLOW else ErrorCode.ENGINE_ERROR
             self._complete(job, "error", ErrorInfo(code, error))
             return
         reason = job.choices[0].finish_reason or "stop"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from headrace_broker import errors as broker_errors
 from headrace_broker.listeners import is_abandon_after
 from headrace_broker.messages import GenerateRequest
+from headrace_broker.reasons import ErrorCode
 from headrace_broker.results import ErrorInfo
 from headrace_broker.tracing import CONTEXT_HEADERS
 from headrace_engine import errors as engine_errors
@@ -131,12 +132,12 @@ class Intake:
             RefusedError: with the code and the sentence that the client gets.
         """
         if not _is_protocol_2(body):
-            raise RefusedError("invalid_request", MALFORMED)
+            raise RefusedError(ErrorCode.INVALID_REQUEST, MALFORMED)
         args, kwargs, embed = body
         if any(embed.values()):
-            raise RefusedError("invalid_request", _LINKED)
+            raise RefusedError(ErrorCode.INVALID_REQUEST, _LINKED)
         if args:
-            raise RefusedError("invalid_request", "positional arguments are not allowed; use keyword arguments")
+            raise RefusedError(ErrorCode.INVALID_REQUEST, "positional arguments are not allowed; use keyword arguments")
         try:
             request = GenerateRequest.parse(kwargs)
         except broker_errors.InvalidRequestError as error:
@@ -144,7 +145,7 @@ class Intake:
         if request.model is not None and request.model not in self._served_names:
             served = " and ".join(self._served_names)
             raise RefusedError(
-                "model_not_found", f"model {request.model!r} is not served here; this queue serves {served}"
+                ErrorCode.MODEL_NOT_FOUND, f"model {request.model!r} is not served here; this queue serves {served}"
             )
         try:
             return self._check(request_id, request)
@@ -182,7 +183,7 @@ class Intake:
 def check_tools(request: GenerateRequest, processor: InputProcessor) -> None:
     """Raises RefusedError where the request has tools, and the chat template shows the model none."""
     if request.tools and not processor.shows_tools:
-        raise RefusedError("unsupported", _NO_TOOLS)
+        raise RefusedError(ErrorCode.UNSUPPORTED, _NO_TOOLS)
 
 
 def _is_protocol_2(body: Any) -> bool:

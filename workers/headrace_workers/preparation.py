@@ -19,6 +19,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, Final
 
+from headrace_broker.reasons import ErrorCode
 from headrace_engine.lora_request import LoRARequest
 from headrace_workers.adapters import Adapters
 from headrace_workers.celery_request import CeleryRequest
@@ -189,7 +190,7 @@ class Preparation:
                 self._refused(
                     message,
                     RefusedError(
-                        "engine_error",
+                        ErrorCode.ENGINE_ERROR,
                         f"the folder of LoRA adapter {message.prepared.lora!r} could not be read within"
                         f" {ADAPTER_SECONDS:g} s",
                     ),
@@ -280,7 +281,8 @@ class Preparation:
         if not self._lookups.submit(prepared.lora, find, found):
             self.drop(message)
             self._refused(
-                message, RefusedError("engine_error", "the folders of LoRA adapters cannot be read at the moment")
+                message,
+                RefusedError(ErrorCode.ENGINE_ERROR, "the folders of LoRA adapters cannot be read at the moment"),
             )
 
     def _adapter_found(self, name: str, adapter: LoRARequest | None) -> None:
@@ -292,7 +294,7 @@ class Preparation:
             self.drop(message)
             if adapter is None:
                 problem = f"{self._served_name} has no LoRA adapter of the name {name!r}"
-                self._refused(message, RefusedError("invalid_request", problem))
+                self._refused(message, RefusedError(ErrorCode.INVALID_REQUEST, problem))
             else:
                 self._ready(message, prepared, adapter)
 

@@ -18,6 +18,7 @@ from headrace_broker.content import answer_type
 from headrace_broker.dead_letters import DeadLetter
 from headrace_broker.errors import MalformedEntryError
 from headrace_broker.events import EndEvent, StreamEvent
+from headrace_broker.reasons import ErrorCode
 from headrace_broker.results import ErrorInfo, GenerateResult, Usage
 from headrace_broker.streams import Claim, Ending, StreamWriter
 from headrace_monitoring.labels import Outcome
@@ -32,9 +33,9 @@ logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 StoreResult = Callable[[str, dict[str, Any], str], None]
 
-CANCELLED = ErrorInfo("cancelled", "the request was cancelled")
-EXPIRED = ErrorInfo("expired", "the deadline passed before the request was complete")
-_GONE = ErrorInfo("expired", "the stream has expired or was deleted")
+CANCELLED = ErrorInfo(ErrorCode.CANCELLED, "the request was cancelled")
+EXPIRED = ErrorInfo(ErrorCode.EXPIRED, "the deadline passed before the request was complete")
+_GONE = ErrorInfo(ErrorCode.EXPIRED, "the stream has expired or was deleted")
 
 
 class Settlement:
@@ -151,7 +152,7 @@ class Settlement:
     ) -> None:
         """Answer a message that Celery could not even read; the consumer rejects the message itself."""
         self._metrics.request_refused("rejected")
-        error = ErrorInfo("invalid_request", why)
+        error = ErrorInfo(ErrorCode.INVALID_REQUEST, why)
         self._end_stream(request_id, "rejected", error, content, answer_type(content_type))
 
     def dead_letter(self, letter: DeadLetter) -> None:

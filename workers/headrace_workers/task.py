@@ -11,8 +11,8 @@ from celery.app.trace import fast_trace_task
 from celery.worker.request import Request
 from celery.worker.state import task_ready
 
-from headrace_broker.dead_letters import DUPLICATE_ID
 from headrace_broker.messages import TASK_NAME
+from headrace_broker.reasons import DeadLetterReason
 from headrace_broker.transport import CONTENT, OVER_QUOTA, PREEMPTIONS, QUEUED_AT, STEP
 from headrace_workers.result_backend import CONTENT_TYPE
 
@@ -37,7 +37,7 @@ class EngineRequest(Request):
     def __init__(self, message: Any, **options: Any) -> None:
         super().__init__(message, **options)
         self._received_at = time.monotonic()
-        self._burial: str | None = None
+        self._burial: tuple[DeadLetterReason, str] | None = None
         """Why the message becomes a dead letter when it is settled; None acknowledges it."""
         self._request_dict[CONTENT_TYPE] = self.content_type  # the backend sees this map alone
 
@@ -110,9 +110,9 @@ class EngineRequest(Request):
         # A success is announced without its text.
         self.on_success((False, "", time.monotonic() - self._received_at))
 
-    def finish_as_dead_letter(self, reason: str) -> None:
+    def finish_as_dead_letter(self, reason: DeadLetterReason, detail: str) -> None:
         """Let `finish` make the message a dead letter instead of acknowledging it."""
-        self._burial = reason
+        self._burial = reason, detail
 
     def acknowledge(self) -> None:
         """Celery's, when the result is stored; on the finisher's thread."""
@@ -121,7 +121,7 @@ class EngineRequest(Request):
         elif not self.acknowledged:
             self.acknowledged = True
             leases = self._message.channel.leases
-            self.dispatcher.settlement.call_soon(partial(leases.bury, self.lease_id, self._burial))
+            self.dispatcher.settlement.call_soon(partial(leases.bury, self.lease_id, *self._burial))
 
     def cost(self, tokens: int) -> None:
         """So many tokens, of prompt and output, the tenant pays when the message is acknowledged."""
@@ -150,7 +150,7 @@ class EngineRequest(Request):
     def set_aside(self) -> None:
         """Make the message a dead letter, as its request id is another message's, whose result is not touched."""
         self._settled()
-        self._message.channel.leases.bury(self.lease_id, DUPLICATE_ID)
+        self._message.channel.leases.bury(self.lease_id, DeadLetterReason.DUPLICATE_ID)
         self.send_event("task-rejected", requeue=False)
 
     def let_go(self) -> None:
@@ -181,7 +181,7 @@ class EngineRequest(Request):
     def reject_undecodable(self, why: str) -> None:
         """Make the message a dead letter, as its body cannot be read."""
         self._settled()
-        self._message.channel.leases.bury(self.lease_id, f"rejected: {why}")
+        self._message.channel.leases.bury(self.lease_id, DeadLetterReason.REJECTED, why)
         self.send_event("task-rejected", requeue=False)
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from headrace_broker import errors as broker_errors
 from headrace_broker.events import pack, unpack
 from headrace_broker.messages import GenerateRequest
+from headrace_broker.reasons import ErrorCode
 from headrace_broker.sampling_rules import token_id_problem
 from headrace_engine.chat import ChatOptions
 from headrace_engine.errors import InvalidRequestError
@@ -40,7 +41,9 @@ class TokenizerAnswers:
             return error_answer(error.code, str(error))
         except Exception as error:  # noqa: BLE001  # whatever it is, the call gets an answer, which quotes nothing
             raised = " ".join(frames(error).split())
-            return error_answer("engine_error", f"the call could not be answered: {type(error).__name__} at {raised}")
+            return error_answer(
+                ErrorCode.ENGINE_ERROR, f"the call could not be answered: {type(error).__name__} at {raised}"
+            )
 
     def _tokenize(self, given: Mapping[str, Any], kind: str) -> dict[str, Any]:
         request = GenerateRequest.parse(given.get("request") or {})
@@ -71,7 +74,7 @@ class TokenizerAnswers:
             beyond = next((each for each in tokens if each >= size), None)
             problem = None if beyond is None else f"must be below {size}, the size of the vocabulary, got {beyond}"
         if problem is not None:
-            raise RefusedError("invalid_request", f"tokens {problem}")
+            raise RefusedError(ErrorCode.INVALID_REQUEST, f"tokens {problem}")
         return {"prompt": self._tokenizer.decode(tokens or [])}
 
 

@@ -1,13 +1,14 @@
 -- Counts dead letters by list and reason, read and nothing written. A letter carries its message, which may be large: one
 -- call looks at a part of them only, so that it does not hold up the server.
--- KEYS: dead letters. ARGV: how many newer ones have been counted.
+-- ARGV: num_counted
+-- num_counted: how many newer ones have been counted.
 -- Returns {how many have been counted now, of how many bytes, {list, reason, count, ...}}.
 local MOST_LETTERS, MOST_BYTES = 100, 1024 * 1024
 
-local counts, bytes, at = {}, 0, tonumber(ARGV[1])
+local counts, bytes, at = {}, 0, tonumber(num_counted)
 local last = at + MOST_LETTERS
 while at < last and bytes < MOST_BYTES do
-  local packed = redis.pcall('LINDEX', KEYS[1], at)
+  local packed = redis.pcall('LINDEX', DEAD_LETTERS, at)
   if type(packed) ~= 'string' then break end
   at, bytes = at + 1, bytes + #packed
   local readable, letter = pcall(cmsgpack.unpack, packed)

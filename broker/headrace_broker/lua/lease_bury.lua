@@ -1,14 +1,14 @@
--- Moves one message to the dead letters. KEYS: the lease keys. ARGV: owner, id, reason.
+-- Moves one message to the dead letters.
+-- ARGV: owner, id, reason
 -- Returns {list, body, deliveries, the request id that was bound to it or ''}, or nothing where the lease was no longer
 -- the owner's.
-local owner, id, reason = ARGV[1], ARGV[2], ARGV[3]
 local list = owned_list(id, owner)
 if not list then return false end
-local body = redis.call('HGET', BODIES, id)
-local deliveries = number_in(redis.call('HGET', DELIVERIES, id), 0)
+local body = redis.call('HGET', LEASE_BODIES, id)
+local deliveries = number_in(redis.call('HGET', LEASE_DELIVERIES, id), 0)
 local record = record_of(id)
 revoke(id)
 forget(id)
-redis.call('HDEL', DELIVERIES, id)
+redis.call('HDEL', LEASE_DELIVERIES, id)
 bury(body, list, deliveries, reason)
 return {list, body, deliveries, record and record.request or ''}

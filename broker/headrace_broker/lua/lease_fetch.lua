@@ -1,17 +1,18 @@
 -- Sorts what has arrived, then takes messages in fair order and leases them, all in one step, so that none is ever in
--- nobody's hands. KEYS: the lease keys, then the lists in the order in which they are served.
--- ARGV: how many, owner, seconds of the lease, delivery limit, policy (msgpack map: weights, ageing_seconds, quota,
--- prefixes that this worker holds, or nothing), 'sort' to sort first, 'sort only' to lease nothing at all, from how many
--- of the lists messages are taken, or '' for all of them; what has aged into one of these is then left.
+-- nobody's hands.
+-- KEYS: LIST[]
+-- ARGV: count, owner, lease_seconds, delivery_limit, packed_policy, mode, num_lists
+-- LIST: in the order in which they are served. packed_policy: msgpack map of weights, ageing_seconds, quota, prefixes that
+-- this worker holds, or nothing. mode: 'sort' to sort first, 'sort only' to lease nothing at all. num_lists: from how many of
+-- the lists messages are taken, or '' for all of them; what has aged into one of these is then left.
 -- Returns {{id, list, body, deliveries, the quota if it was over that or 0, the request id that is bound to it or '',
 -- microseconds that it has waited or '', the list of the level where it counted, how often it was preempted}, ...} of the
 -- leased, {{list, body, deliveries, reason, the request id that was bound to it or ''}, ...} of those that are dead now, how
 -- many are unsorted, and what keeps messages from being sorted or taken, or ''. Where it was to sort and there are any
 -- unsorted, none was taken but those over their tenant's quota, which come beside those asked for.
-local wanted, owner, seconds, limit = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local policy, is_to_sort = cmsgpack.unpack(ARGV[5]), ARGV[6] ~= ''
-local FIRST_LIST = 9
-local lists_taken_from = tonumber(ARGV[7])
+local wanted, seconds, limit = tonumber(count), tonumber(lease_seconds), tonumber(delivery_limit)
+local policy, is_to_sort = cmsgpack.unpack(packed_policy), mode ~= ''
+local lists_taken_from = tonumber(num_lists)
 -- At messages that may have come by other lists: so many, and so many of one tenant, that others are seen, too.
 local looks_left, LOOKS_AT_TENANT = 400, 32
 -- However much has arrived, the script stays short.
@@ -71,7 +72,7 @@ local function shortened(body)
 end
 
 local function bury_too_large(body, list)
-  local reason = string.format('too large: %d bytes of at most %d, not kept whole', #body, LONGEST_MESSAGE)
+  local reason = string.format('%s: %d bytes of at most %d, not kept whole', DEAD_TOO_LARGE, #body, LONGEST_MESSAGE)
   local kept, request = shortened(body)
   give_up(kept, list, 0, reason, request and not holder_of(request) and request)
 end
@@ -110,7 +111,7 @@ end
 -- whether the first had arrived. One that says something else becomes a dead letter. False where the first cannot be
 -- read, so that the id is free.
 local function set_aside(body, list, tenant, first)
-  local known = redis.call('HGET', BODIES, first)
+  local known = redis.call('HGET', LEASE_BODIES, first)
   bytes_left = bytes_left - #known
   if not is_readable(known) then
     local record = record_of(first)
@@ -122,7 +123,7 @@ local function set_aside(body, list, tenant, first)
   end
   local content = content_of(body)
   local is_same = content and content == content_of(known) and tenant == tenant_of(known)
-  if not is_same then give_up(body, list, 0, 'duplicate id') end
+  if not is_same then give_up(body, list, 0, DEAD_DUPLICATE_ID) end
   return true
 end
 
@@ -134,8 +135,8 @@ local function deliver(id, record, body)
     return deliveries
   end
   forget(id)
-  redis.call('HDEL', DELIVERIES, id)
-  give_up(body, record.list, limit, 'delivery limit', record.request or select(3, tenant_of(body)))
+  redis.call('HDEL', LEASE_DELIVERIES, id)
+  give_up(body, record.list, limit, DEAD_DELIVERY_LIMIT, record.request or select(3, tenant_of(body)))
   return false
 end
 
@@ -150,45 +151,45 @@ local function refuse(id, record, body)
 end
 
 local function sort(list)
-  local waiting, delayed = waiting_in(queue_of(list)), delayed_in(queue_of(list))
+  local waiting, delayed = waiting_key(queue_of(list)), delayed_tenants_key(queue_of(list))
   local since
   while sorts_left > 0 and bytes_left > 0 do
     local body = redis.call('RPOP', list)
     if not body then return end
     sorts_left, bytes_left = sorts_left - 1, bytes_left - #body
     local id = #body <= LONGEST_MESSAGE and lease_id_of(body)
-    local known = id and redis.call('HEXISTS', BODIES, id) == 1
-    local is_like_it = known and #body > HASHED_WHOLE and redis.call('HGET', BODIES, id) ~= body
+    local known = id and redis.call('HEXISTS', LEASE_BODIES, id) == 1
+    local is_like_it = known and #body > HASHED_WHOLE and redis.call('HGET', LEASE_BODIES, id) ~= body
     local tenant, prefix, request
     if id and (is_like_it or not known) then tenant, prefix, request = tenant_of(body) end
     local first = is_like_it and id or request and holder_of(request)
     if not id then
       bury_too_large(body, list)
     elseif known and not is_like_it then
-      bury(body, list, 0, 'duplicate') -- a copy of a message that waits or is being worked on
+      bury(body, list, 0, DEAD_DUPLICATE) -- a copy of a message that waits or is being worked on
     elseif not first or not set_aside(body, list, tenant, first) then
       -- a clock that was set back must not turn the order round
       since = since and since + 1
-        or math.max(microseconds, number_in(redis.call('ZREVRANGE', ids_at(list), 0, 0, 'WITHSCORES')[2], 0) + 1)
+        or math.max(microseconds, number_in(redis.call('ZREVRANGE', sorted_ids_key(list), 0, 0, 'WITHSCORES')[2], 0) + 1)
       local queued = tonumber(redis.call('ZSCORE', waiting, tenant))
       -- by its own name, also where it has to share a place with others
       local is_over = policy.quota > 0
         and (queued or 0) + (redis.call('ZSCORE', delayed, tenant) or 0) >= policy.quota
       if not queued and redis.call('ZCARD', waiting) >= MOST_TENANTS then tenant = '' end
-      if is_kept_by(problem_of(messages_of(list, tenant), 'zset')) then tenant = '' end
-      if is_kept_by(problem_of(messages_of(list, tenant), 'zset')) then
+      if is_kept_by(problem_of(tenant_ids_key(list, tenant), 'zset')) then tenant = '' end
+      if is_kept_by(problem_of(tenant_ids_key(list, tenant), 'zset')) then
         redis.call('RPUSH', list, body)
         return
       end
       local record = {
         list = list, level = list, tenant = tenant, since = since, prefix = prefix, request = request, sorted = microseconds,
       }
-      if is_over and ARGV[6] == 'sort only' then -- nobody can be told of it now
+      if is_over and mode == 'sort only' then -- nobody can be told of it now
         redis.call('RPUSH', list, body)
         return
       end
-      redis.call('HSET', BODIES, id, body)
-      if request then redis.call('HSET', REQUESTS, request, id) end
+      redis.call('HSET', LEASE_BODIES, id, body)
+      if request then redis.call('HSET', LEASE_REQUESTS, request, id) end
       if is_over then
         refuse(id, record, body)
       else
@@ -201,22 +202,22 @@ end
 
 local function is_waiting(id, list)
   local record = record_of(id)
-  local ids = ids_at(record and record.level or list)
+  local ids = sorted_ids_key(record and record.level or list)
   return problem_of(ids, 'zset') == nil and redis.call('ZSCORE', ids, id) ~= false
 end
 
 -- What is kept of leases by list may hold one that is no more: somebody has deleted keys by hand, or a worker of an
 -- earlier version, which does not keep that, has ended it. Where its message is left, it is to be put back.
 local function forget_strays(list)
-  for _, leases in ipairs({held_from(list), delayed_from(list)}) do
+  for _, leases in ipairs({held_key(list), delayed_key(list)}) do
     local expired = kind_of(leases) ~= 'none'
       and redis.call('ZRANGEBYSCORE', leases, '-inf', microseconds / 1000000, 'LIMIT', 0, STRAYS_LOOKED_AT)
     for _, id in ipairs(expired or {}) do
-      local meta = redis.call('HGET', META, id)
+      local meta = redis.call('HGET', LEASE_META, id)
       local is_delayed = meta == 'delayed|' .. list
-      if not meta and redis.call('HEXISTS', BODIES, id) == 1 and not is_waiting(id, list) then
+      if not meta and redis.call('HEXISTS', LEASE_BODIES, id) == 1 and not is_waiting(id, list) then
         if not is_kept_by(put_back(id, list)) then redis.call('ZREM', leases, id) end
-      elseif not meta or list_of(meta) ~= list or is_delayed ~= (leases == delayed_from(list)) then
+      elseif not meta or list_of(meta) ~= list or is_delayed ~= (leases == delayed_key(list)) then
         redis.call('ZREM', leases, id)
       elseif not redis.call('ZSCORE', LEASES, id) then
         redis.call('ZADD', LEASES, microseconds / 1000000, id)
@@ -238,13 +239,13 @@ end
 local function age(level, better)
   if is_kept_by(problem_of_level(better)) then return false end
   local step = policy.ageing_seconds * 1000000
-  local aged = redis.call('ZRANGEBYSCORE', ids_at(level), '-inf', microseconds - step, 'LIMIT', 0, ages_left)
+  local aged = redis.call('ZRANGEBYSCORE', sorted_ids_key(level), '-inf', microseconds - step, 'LIMIT', 0, ages_left)
   ages_left = ages_left - #aged
   for _, id in ipairs(aged) do
     local record = record_at(level, id)
     if not record then -- somebody has deleted keys by hand
       unsort(id, level)
-    elseif not is_kept_by(problem_of(messages_of(better, record.tenant), 'zset')) then
+    elseif not is_kept_by(problem_of(tenant_ids_key(better, record.tenant), 'zset')) then
       leave(id, record)
       record.level, record.since, record.first = better, record.since + step, record.first or record.since
       keep(id, record)
@@ -263,7 +264,7 @@ end
 
 -- The tenant's next message: its id, its record, and the id of the one that it goes before, if any.
 local function choose(level, tenant)
-  local ids = redis.call('ZRANGE', messages_of(level, tenant), 0, held_prefixes and LOOKED_AT - 1 or 0)
+  local ids = redis.call('ZRANGE', tenant_ids_key(level, tenant), 0, held_prefixes and LOOKED_AT - 1 or 0)
   local id = ids[1]
   local record = id and record_at(level, id)
   if not record or not held_prefixes or is_held(record) or (record.skipped or 0) >= MOST_SKIPS then return id, record end
@@ -278,7 +279,7 @@ end
 local function choose_of_lists(level, tenant)
   if looks_left <= 0 then return end
   local last = math.min(looks_left, LOOKS_AT_TENANT) - 1
-  for _, id in ipairs(redis.call('ZRANGE', messages_of(level, tenant), 0, last)) do
+  for _, id in ipairs(redis.call('ZRANGE', tenant_ids_key(level, tenant), 0, last)) do
     looks_left = looks_left - 1
     local record = record_at(level, id)
     if not record or is_taken_from[record.list] then return id, record end
@@ -292,7 +293,7 @@ local function skip(level, id)
 end
 
 local function take(id, record, start)
-  local body = redis.call('HGET', BODIES, id)
+  local body = redis.call('HGET', LEASE_BODIES, id)
   leave(id, record)
   if not body then
     forget(id)
@@ -309,32 +310,32 @@ end
 
 -- Messages that no tenant at their level has any more, as somebody has deleted keys by hand, are sorted anew.
 local function recover(level)
-  if redis.call('EXISTS', tenants_at(level)) == 1 then return end
-  local ids = redis.call('ZRANGE', ids_at(level), 0, 99)
+  if redis.call('EXISTS', tenants_key(level)) == 1 then return end
+  local ids = redis.call('ZRANGE', sorted_ids_key(level), 0, 99)
   for i = #ids, 1, -1 do unsort(ids[i], level) end
 end
 
 -- Whether the queue's sorted messages are those of its tenants' count.
 local function recount(queue, levels)
-  if kind_of(waiting_in(queue)) == 'none' then return end
+  if kind_of(waiting_key(queue)) == 'none' then return end
   for _, level in ipairs(levels) do
-    if redis.call('EXISTS', ids_at(level)) == 1 then return end
+    if redis.call('EXISTS', sorted_ids_key(level)) == 1 then return end
   end
-  redis.call('DEL', waiting_in(queue))
+  redis.call('DEL', waiting_key(queue))
 end
 
 -- Where nothing is, nothing need be done, nor any more keys looked at.
 local lists, levels_of, in_use = {}, {}, {}
-for i = FIRST_LIST, #KEYS do
-  local list, queue = KEYS[i], queue_of(KEYS[i])
-  in_use[list] = kind_of(list) ~= 'none' or kind_of(ids_at(list)) ~= 'none' or kind_of(tenants_at(list)) ~= 'none'
-  if not is_kept_by(problem_of(list, 'list') or problem_of(held_from(list), 'zset')
-      or problem_of(delayed_from(list), 'zset') or in_use[list] and problem_of_level(list) or nil) then
+for i, list in ipairs(LIST) do
+  local queue = queue_of(list)
+  in_use[list] = kind_of(list) ~= 'none' or kind_of(sorted_ids_key(list)) ~= 'none' or kind_of(tenants_key(list)) ~= 'none'
+  if not is_kept_by(problem_of(list, 'list') or problem_of(held_key(list), 'zset')
+      or problem_of(delayed_key(list), 'zset') or in_use[list] and problem_of_level(list) or nil) then
     forget_strays(list)
     levels_of[queue] = levels_of[queue] or {}
     table.insert(levels_of[queue], list)
     lists[#lists + 1] = list
-    is_taken_from[list] = i - FIRST_LIST < (lists_taken_from or #KEYS)
+    is_taken_from[list] = i <= (lists_taken_from or #LIST)
   end
 end
 
@@ -364,11 +365,11 @@ elseif unsorted == 0 then
     local num_kept = 0 -- tenants whose messages cannot be reached; they stay where they are, before all others
     if not is_taken_from[level] then break end
     while in_use[level] and #leased - num_refused < wanted and tries_left > 0 and reply_bytes_left > 0 do
-      local least = redis.call('ZRANGE', tenants_at(level), num_kept, num_kept, 'WITHSCORES')
+      local least = redis.call('ZRANGE', tenants_key(level), num_kept, num_kept, 'WITHSCORES')
       local tenant, start = least[1], number_in(least[2], 0)
       if not tenant then break end
       tries_left = tries_left - 1
-      if is_kept_by(problem_of(messages_of(level, tenant), 'zset')) then
+      if is_kept_by(problem_of(tenant_ids_key(level, tenant), 'zset')) then
         num_kept = num_kept + 1
       else
         local id, record, skipped
@@ -386,8 +387,8 @@ elseif unsorted == 0 then
         elseif id then -- somebody has deleted keys by hand
           unsort(id, level, tenant)
         else
-          redis.call('ZREM', tenants_at(level), tenant)
-          redis.call('ZREM', waiting_in(queue_of(level)), tenant)
+          redis.call('ZREM', tenants_key(level), tenant)
+          redis.call('ZREM', waiting_key(queue_of(level)), tenant)
         end
       end
     end

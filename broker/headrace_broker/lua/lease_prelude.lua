@@ -1,27 +1,20 @@
 -- Shared by the lease scripts. A lease id is a hash of its message (`lease_id_of`), so a message keeps its id, and with it
 -- its count of deliveries, through every queue and every worker. Messages are stored and put back byte for byte.
 
-local LEASES, BODIES, META, DELIVERIES, DEAD, RECORDS = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
--- Request id -> lease id of the first message that came with it. A second one, while the first is known, is a duplicate.
-local REQUESTS = LEASES .. ':request'
 local DEAD_LETTERS_KEPT = 1000
 
 -- What all messages of all queues need.
-for i, kind in ipairs({'zset', 'hash', 'hash', 'hash', 'list', 'hash'}) do
-  local problem = problem_of(KEYS[i], kind)
+do
+  local problem = problem_of(LEASES, 'zset') or problem_of(LEASE_BODIES, 'hash') or problem_of(LEASE_META, 'hash')
+    or problem_of(LEASE_DELIVERIES, 'hash') or problem_of(DEAD_LETTERS, 'list') or problem_of(LEASE_RECORDS, 'hash')
+    or problem_of(LEASE_REQUESTS, 'hash')
   if problem then return {err = problem} end
 end
-if problem_of(REQUESTS, 'hash') then return {err = problem_of(REQUESTS, 'hash')} end
 
 local function now()
   local time = redis.call('TIME')
   return time[1] + time[2] / 1000000
 end
-
--- The leases once more, by the list that their messages came from: of those in a worker's hands, and of those whose time
--- has not come. Whoever asks how many there are need not look at each.
-local function held_from(list) return LEASES .. ':held:' .. list end
-local function delayed_from(list) return LEASES .. ':delayed:' .. list end
 
 -- Nil where it says none.
 local function list_of(meta)
@@ -36,37 +29,37 @@ end
 
 -- The list that the owner's message came from; nil where the lease is not, or no longer, the owner's.
 local function owned_list(id, owner)
-  local meta = redis.call('HGET', META, id)
+  local meta = redis.call('HGET', LEASE_META, id)
   if meta and string.sub(meta, 1, #owner + 1) == owner .. '|' then return string.sub(meta, #owner + 2) end
 end
 
 -- Counts it among the leases of its list.
 local function hold(list, expires, id)
-  if not problem_of(held_from(list), 'zset') then redis.call('ZADD', held_from(list), expires, id) end
+  if not problem_of(held_key(list), 'zset') then redis.call('ZADD', held_key(list), expires, id) end
 end
 
 local function grant(id, owner, list, seconds)
   local expires = now() + seconds
   redis.call('ZADD', LEASES, expires, id)
   hold(list, expires, id)
-  redis.call('HSET', META, id, owner .. '|' .. list)
+  redis.call('HSET', LEASE_META, id, owner .. '|' .. list)
 end
 
 -- Nobody holds the message any more. It is still known, as one that waits.
 local function revoke(id)
   redis.call('ZREM', LEASES, id)
-  local meta = redis.call('HGET', META, id)
+  local meta = redis.call('HGET', LEASE_META, id)
   if not meta then return end
   local list = list_of(meta)
   if list then
-    drop(held_from(list), id)
-    drop(delayed_from(list), id)
+    drop(held_key(list), id)
+    drop(delayed_key(list), id)
   end
-  redis.call('HDEL', META, id)
+  redis.call('HDEL', LEASE_META, id)
 end
 
 local function queue_of(list)
-  local at = string.find(list, '\6\22', 1, true)
+  local at = string.find(list, PRIORITY_SEPARATOR, 1, true)
   return at and string.sub(list, 1, at - 1) or list
 end
 
@@ -85,7 +78,7 @@ end
 
 -- What is known of a message of the queue; nil where nothing is that makes sense.
 local function record_of(id, queue)
-  local packed = redis.call('HGET', RECORDS, id)
+  local packed = redis.call('HGET', LEASE_RECORDS, id)
   if not packed then return nil end
   local readable, record = pcall(cmsgpack.unpack, packed)
   return readable and is_record(record) and (not queue or queue_of(record.list) == queue) and record or nil
@@ -93,39 +86,39 @@ end
 
 -- The lease id of the message that a request id is bound to, as long as that message is known; nil where there is none.
 local function holder_of(request)
-  local id = redis.call('HGET', REQUESTS, request)
-  return id and redis.call('HEXISTS', BODIES, id) == 1 and id or nil
+  local id = redis.call('HGET', LEASE_REQUESTS, request)
+  return id and redis.call('HEXISTS', LEASE_BODIES, id) == 1 and id or nil
 end
 
 local function unbind(id, record)
-  if record and record.request and redis.call('HGET', REQUESTS, record.request) == id then
-    redis.call('HDEL', REQUESTS, record.request)
+  if record and record.request and redis.call('HGET', LEASE_REQUESTS, record.request) == id then
+    redis.call('HDEL', LEASE_REQUESTS, record.request)
   end
 end
 
 -- The message is known no more, and its request id is free.
 local function forget(id)
   unbind(id, record_of(id))
-  redis.call('HDEL', BODIES, id)
-  redis.call('HDEL', RECORDS, id)
+  redis.call('HDEL', LEASE_BODIES, id)
+  redis.call('HDEL', LEASE_RECORDS, id)
 end
 
 -- Counts one more delivery, or one less. What somebody has made no number, or too large a one, begins anew.
 local function count_delivery(id)
-  local count = redis.pcall('HINCRBY', DELIVERIES, id, 1)
+  local count = redis.pcall('HINCRBY', LEASE_DELIVERIES, id, 1)
   if type(count) == 'number' and count > 0 then return count end
-  redis.call('HSET', DELIVERIES, id, 1)
+  redis.call('HSET', LEASE_DELIVERIES, id, 1)
   return 1
 end
 
 -- The delivery does not count: it was ended by the fleet, or by the message's own ETA, and says nothing of the message.
 local function take_back_strike(id)
-  local count = redis.pcall('HINCRBY', DELIVERIES, id, -1)
-  if type(count) ~= 'number' or count <= 0 then redis.call('HDEL', DELIVERIES, id) end
+  local count = redis.pcall('HINCRBY', LEASE_DELIVERIES, id, -1)
+  if type(count) ~= 'number' or count <= 0 then redis.call('HDEL', LEASE_DELIVERIES, id) end
 end
 
 local function bury(body, list, deliveries, reason)
   local letter = {body = body or '', list = list, deliveries = deliveries, reason = reason, at = now()}
-  redis.call('LPUSH', DEAD, cmsgpack.pack(letter))
-  redis.call('LTRIM', DEAD, 0, DEAD_LETTERS_KEPT - 1)
+  redis.call('LPUSH', DEAD_LETTERS, cmsgpack.pack(letter))
+  redis.call('LTRIM', DEAD_LETTERS, 0, DEAD_LETTERS_KEPT - 1)
 end

@@ -1,16 +1,17 @@
--- KEYS: the lease keys. ARGV: owner, seconds of the lease, ids. Returns the ids that the owner has lost.
-local owner, expires = ARGV[1], now() + tonumber(ARGV[2])
+-- ARGV: owner, seconds, ids[]
+-- seconds: of the lease. Returns the ids that the owner has lost.
+local expires = now() + tonumber(seconds)
 local lost = {}
 -- A server out of memory refuses a script whose first write may need more. ZADD counts among these, though a renewal
 -- needs none; after a removal, here of nothing, it is allowed.
 redis.call('ZREM', LEASES, '')
-for i = 3, #ARGV do
-  local list = owned_list(ARGV[i], owner)
+for _, id in ipairs(ids) do
+  local list = owned_list(id, owner)
   if list then
-    redis.call('ZADD', LEASES, expires, ARGV[i])
-    hold(list, expires, ARGV[i])
+    redis.call('ZADD', LEASES, expires, id)
+    hold(list, expires, id)
   else
-    lost[#lost + 1] = ARGV[i]
+    lost[#lost + 1] = id
   end
 end
 return lost

@@ -1,21 +1,21 @@
--- Leases messages whose time has not come. KEYS: the lease keys, then the lists of one queue. ARGV: how many at most, owner,
--- seconds of the lease. Returns {{id, list, body}, ...}.
-local wanted, owner, seconds = tonumber(ARGV[1]), ARGV[2], tonumber(ARGV[3])
+-- Leases messages whose time has not come.
+-- KEYS: LIST[]
+-- ARGV: most, owner, seconds
+-- LIST: the lists of one queue. seconds: of the lease. Returns {{id, list, body}, ...}.
+local wanted = tonumber(most)
 local taken = {}
-for i = 9, #KEYS do
-  local list = KEYS[i]
-  local problem = problem_of(delayed_from(list), 'zset') or problem_of_level(list)
+for _, list in ipairs(LIST) do
+  local problem = problem_of(delayed_key(list), 'zset') or problem_of_level(list)
   if problem then return {err = problem} end
 end
-for i = 9, #KEYS do
-  local list = KEYS[i]
-  for _, id in ipairs(redis.call('ZRANGE', delayed_from(list), 0, wanted - #taken - 1)) do
+for _, list in ipairs(LIST) do
+  for _, id in ipairs(redis.call('ZRANGE', delayed_key(list), 0, wanted - #taken - 1)) do
     undelay(id, record_of(id))
     revoke(id)
-    redis.call('ZREM', delayed_from(list), id)
-    local body = redis.call('HGET', BODIES, id)
+    redis.call('ZREM', delayed_key(list), id)
+    local body = redis.call('HGET', LEASE_BODIES, id)
     if body then
-      grant(id, owner, list, seconds)
+      grant(id, owner, list, tonumber(seconds))
       taken[#taken + 1] = {id, list, body}
     end
   end

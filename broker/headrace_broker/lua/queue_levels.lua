@@ -1,10 +1,9 @@
--- What lies in the queues, read and nothing written, at a cost that does not grow with it. KEYS: dead letters, messages
--- and records by lease id, then four for every list asked for: the list, the ids that were sorted out of it, and of the
--- leases of its messages those in a worker's hands and the delayed ones. Returns {now, mark of the dead letters, which is
+-- What lies in the queues, read and nothing written, at a cost that does not grow with it.
+-- KEYS: LIST[], SORTED_IDS[], HELD[], DELAYED[]
+-- Returns {now, mark of the dead letters, which is
 -- another one when they have changed, per list {length, sorted, held, delayed, run out, enqueue times of the longest
 -- there of the first two, or '', a mark of the first of these, or '', since when the second waits in microseconds, or
 -- ''}}. A key of the wrong type counts as empty; wrong_keys.lua names it.
-local DEAD, BODIES, RECORDS = KEYS[1], KEYS[2], KEYS[3]
 local TELLING_BYTES = 4096 -- of a message, behind its prompt: enough to know it again
 
 local time = redis.call('TIME')
@@ -30,7 +29,7 @@ end
 
 -- Since when a message waits: since it was first sorted, or since its time where it had one of its own.
 local function waits_since(id)
-  local packed = id and text('HGET', RECORDS, id)
+  local packed = id and text('HGET', LEASE_RECORDS, id)
   local readable, record = pcall(cmsgpack.unpack, packed or '')
   local sorted = packed and readable and type(record) == 'table' and record.sorted
   if not is_finite(sorted) then return '' end
@@ -38,8 +37,8 @@ local function waits_since(id)
 end
 
 local lists = {}
-for i = 4, #KEYS, 4 do
-  local list, sorted, held, delayed = KEYS[i], KEYS[i + 1], KEYS[i + 2], KEYS[i + 3]
+for i, list in ipairs(LIST) do
+  local sorted, held, delayed = SORTED_IDS[i], HELD[i], DELAYED[i]
   local first = redis.pcall('ZRANGE', sorted, 0, 0)[1]
   local oldest = text('LINDEX', list, -1)
   lists[#lists + 1] = {
@@ -49,12 +48,12 @@ for i = 4, #KEYS, 4 do
     count('ZCARD', delayed),
     count('ZCOUNT', held, '-inf', now) + count('ZCOUNT', delayed, '-inf', now),
     enqueued_at(oldest),
-    enqueued_at(first and text('HGET', BODIES, first)),
+    enqueued_at(first and text('HGET', LEASE_BODIES, first)),
     oldest and redis.sha1hex(#oldest .. string.sub(oldest, -TELLING_BYTES)) or '',
     waits_since(first),
   }
 end
 
-local num_dead = count('LLEN', DEAD)
-local mark = num_dead .. ':' .. redis.sha1hex(text('LINDEX', DEAD, 0) or '')
+local num_dead = count('LLEN', DEAD_LETTERS)
+local mark = num_dead .. ':' .. redis.sha1hex(text('LINDEX', DEAD_LETTERS, 0) or '')
 return {string.format('%.6f', now), mark, lists}

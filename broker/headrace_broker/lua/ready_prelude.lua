@@ -10,44 +10,33 @@
 -- it made room for a better one), first (its place at its own list, once it has aged), held (microseconds in which it did not
 -- age), taken (microseconds: when it was taken, while somebody holds it), and once it was taken charge and weight.
 
-local READY, SHARE = KEYS[7], KEYS[8]
-local SHARE_SECONDS = 86400
 local MOST_TENANTS = 1000
 local FIRST_ESTIMATE = 256 -- tokens of a request, where no request of the queue has ended yet
 local NEWEST_COST = 0.2 -- its part in the mean
 
-local function ids_at(level) return READY .. 'ids:' .. level end
-local function tenants_at(level) return READY .. 'tenants:' .. level end
-local function messages_of(level, tenant) return READY .. 'of:' .. level .. '\6' .. tenant end
-local function waiting_in(queue) return READY .. 'waiting:' .. queue end
-local function delayed_in(queue) return READY .. 'delayed:' .. queue end
-local function served_at(level) return SHARE .. 'served:' .. level end
-local function costs_in(queue) return SHARE .. 'costs:' .. queue end
-local function bell_of(queue) return READY .. 'bell:' .. queue end
-
 -- What keeps all messages from a level, and from being taken there, or nil.
 local function problem_of_level(level)
   local queue = queue_of(level)
-  return problem_of(ids_at(level), 'zset') or problem_of(tenants_at(level), 'zset')
-    or problem_of(served_at(level), 'zset') or problem_of(waiting_in(queue), 'zset')
-    or problem_of(delayed_in(queue), 'zset') or problem_of(costs_in(queue), 'zset')
-    or problem_of(SHARE .. 'clock', 'hash') or problem_of(SHARE .. 'mean', 'hash')
+  return problem_of(sorted_ids_key(level), 'zset') or problem_of(tenants_key(level), 'zset')
+    or problem_of(served_key(level), 'zset') or problem_of(waiting_key(queue), 'zset')
+    or problem_of(delayed_tenants_key(queue), 'zset') or problem_of(costs_key(queue), 'zset')
+    or problem_of(SHARE_CLOCK, 'hash') or problem_of(SHARE_MEAN, 'hash')
 end
 
 -- What keeps a message from its place, or nil.
 local function problem_of_place(record)
-  return problem_of_level(record.level) or problem_of(messages_of(record.level, record.tenant), 'zset')
+  return problem_of_level(record.level) or problem_of(tenant_ids_key(record.level, record.tenant), 'zset')
 end
 
 local function keep(id, record)
-  redis.call('HSET', RECORDS, id, cmsgpack.pack(record))
+  redis.call('HSET', LEASE_RECORDS, id, cmsgpack.pack(record))
 end
 
 -- The message has a time of its own, until which it counts among its tenant's as if it waited.
 local function delay(id, record)
   record.delayed = true
   keep(id, record)
-  redis.call('ZINCRBY', delayed_in(queue_of(record.list)), 1, record.tenant)
+  redis.call('ZINCRBY', delayed_tenants_key(queue_of(record.list)), 1, record.tenant)
 end
 
 -- Its time has come, or it is no more.
@@ -55,7 +44,7 @@ local function undelay(id, record)
   if not record or not record.delayed then return end
   record.delayed = nil
   keep(id, record)
-  local delayed = delayed_in(queue_of(record.list))
+  local delayed = delayed_tenants_key(queue_of(record.list))
   if problem_of(delayed, 'zset') then return end
   if tonumber(redis.call('ZINCRBY', delayed, -1, record.tenant)) <= 0 then
     redis.call('ZREM', delayed, record.tenant)
@@ -65,38 +54,38 @@ end
 -- The least service of those that wait now. The clock is the service at which the last message was taken; a tenant may
 -- be behind it whose messages turned out to be cheap.
 local function floor_at(level)
-  local clock = number_in(redis.call('HGET', SHARE .. 'clock', level), 0)
-  local least = redis.call('ZRANGE', tenants_at(level), 0, 0, 'WITHSCORES')[2]
+  local clock = number_in(redis.call('HGET', SHARE_CLOCK, level), 0)
+  local least = redis.call('ZRANGE', tenants_key(level), 0, 0, 'WITHSCORES')[2]
   return math.min(clock, number_in(least, clock))
 end
 
 local function enter(id, record)
   local level, tenant = record.level, record.tenant
-  redis.call('ZADD', messages_of(level, tenant), record.since, id)
-  redis.call('ZADD', ids_at(level), record.since + (record.held or 0), id) -- what it ages from
-  redis.call('ZINCRBY', waiting_in(queue_of(level)), 1, tenant)
-  if not redis.call('ZSCORE', tenants_at(level), tenant) then
-    local served = number_in(redis.call('ZSCORE', served_at(level), tenant), 0)
-    redis.call('ZADD', tenants_at(level), math.max(served, floor_at(level)), tenant)
+  redis.call('ZADD', tenant_ids_key(level, tenant), record.since, id)
+  redis.call('ZADD', sorted_ids_key(level), record.since + (record.held or 0), id) -- what it ages from
+  redis.call('ZINCRBY', waiting_key(queue_of(level)), 1, tenant)
+  if not redis.call('ZSCORE', tenants_key(level), tenant) then
+    local served = number_in(redis.call('ZSCORE', served_key(level), tenant), 0)
+    redis.call('ZADD', tenants_key(level), math.max(served, floor_at(level)), tenant)
   end
 end
 
 local function leave(id, record)
   undelay(id, record) -- a worker of an earlier version, which keeps no such count, has put it back
   local level, tenant = record.level, record.tenant
-  local was_there = drop(messages_of(level, tenant), id)
-  redis.call('ZREM', ids_at(level), id)
-  local waiting = waiting_in(queue_of(level))
+  local was_there = drop(tenant_ids_key(level, tenant), id)
+  redis.call('ZREM', sorted_ids_key(level), id)
+  local waiting = waiting_key(queue_of(level))
   if was_there == 1 and tonumber(redis.call('ZINCRBY', waiting, -1, tenant)) <= 0 then
     redis.call('ZREM', waiting, tenant)
   end
-  if redis.call('EXISTS', messages_of(level, tenant)) == 0 then redis.call('ZREM', tenants_at(level), tenant) end
+  if redis.call('EXISTS', tenant_ids_key(level, tenant)) == 0 then redis.call('ZREM', tenants_key(level), tenant) end
 end
 
 -- A worker without a message waits for this list: it holds a token as long as sorted messages wait.
 local function ring(queue)
-  local bell = bell_of(queue)
-  if redis.call('EXISTS', waiting_in(queue)) == 0 then
+  local bell = bell_key(queue)
+  if redis.call('EXISTS', waiting_key(queue)) == 0 then
     redis.call('DEL', bell)
   elseif redis.call('EXISTS', bell) == 0 then
     redis.call('LPUSH', bell, '1')
@@ -110,15 +99,15 @@ end
 
 -- What a request of the tenant will probably cost, in tokens.
 local function estimate(queue, tenant)
-  return number_in(redis.call('ZSCORE', costs_in(queue), tenant),
-    number_in(redis.call('HGET', SHARE .. 'mean', queue), FIRST_ESTIMATE))
+  return number_in(redis.call('ZSCORE', costs_key(queue), tenant),
+    number_in(redis.call('HGET', SHARE_MEAN, queue), FIRST_ESTIMATE))
 end
 
 local function add_service(record, tokens)
   local service = tokens / record.weight
-  redis.call('ZINCRBY', served_at(record.level), service, record.tenant)
-  if redis.call('ZSCORE', tenants_at(record.level), record.tenant) then
-    redis.call('ZINCRBY', tenants_at(record.level), service, record.tenant)
+  redis.call('ZINCRBY', served_key(record.level), service, record.tenant)
+  if redis.call('ZSCORE', tenants_key(record.level), record.tenant) then
+    redis.call('ZINCRBY', tenants_key(record.level), service, record.tenant)
   end
 end
 
@@ -128,12 +117,12 @@ local function charge(id, record, start, weight)
   record.charge, record.weight = estimate(queue_of(level), tenant), weight
   keep(id, record)
   local service = start + record.charge / weight
-  redis.call('ZADD', served_at(level), service, tenant)
-  redis.call('ZADD', tenants_at(level), 'XX', service, tenant)
-  trim(served_at(level))
-  local clock = number_in(redis.call('HGET', SHARE .. 'clock', level), 0)
-  redis.call('HSET', SHARE .. 'clock', level, string.format('%.17g', math.max(clock, start)))
-  redis.call('EXPIRE', SHARE .. 'clock', SHARE_SECONDS)
+  redis.call('ZADD', served_key(level), service, tenant)
+  redis.call('ZADD', tenants_key(level), 'XX', service, tenant)
+  trim(served_key(level))
+  local clock = number_in(redis.call('HGET', SHARE_CLOCK, level), 0)
+  redis.call('HSET', SHARE_CLOCK, level, string.format('%.17g', math.max(clock, start)))
+  redis.call('EXPIRE', SHARE_CLOCK, SHARE_SECONDS)
 end
 
 -- The message has cost so many tokens.
@@ -143,12 +132,12 @@ local function settle(record, tokens)
   if tokens <= 0 then return end -- it never ran, which says nothing of its tenant's requests
   local queue = queue_of(record.level)
   local function mean(before) return before and before + NEWEST_COST * (tokens - before) or tokens end
-  local cost = mean(number_in(redis.call('ZSCORE', costs_in(queue), record.tenant)))
-  redis.call('ZADD', costs_in(queue), cost, record.tenant)
-  trim(costs_in(queue))
-  local of_all = mean(number_in(redis.call('HGET', SHARE .. 'mean', queue)))
-  redis.call('HSET', SHARE .. 'mean', queue, string.format('%.17g', of_all))
-  redis.call('EXPIRE', SHARE .. 'mean', SHARE_SECONDS)
+  local cost = mean(number_in(redis.call('ZSCORE', costs_key(queue), record.tenant)))
+  redis.call('ZADD', costs_key(queue), cost, record.tenant)
+  trim(costs_key(queue))
+  local of_all = mean(number_in(redis.call('HGET', SHARE_MEAN, queue)))
+  redis.call('HSET', SHARE_MEAN, queue, string.format('%.17g', of_all))
+  redis.call('EXPIRE', SHARE_MEAN, SHARE_SECONDS)
 end
 
 -- The message is not run now, and costs nothing.
@@ -184,7 +173,7 @@ local function put_back(id, list, is_preempted)
   if problem then return problem end
   revoke(id)
   undelay(id, record)
-  local body = redis.call('HGET', BODIES, id)
+  local body = redis.call('HGET', LEASE_BODIES, id)
   if waits and body then
     refund(id, record)
     wait_again(record, is_preempted)
@@ -192,8 +181,8 @@ local function put_back(id, list, is_preempted)
     enter(id, record)
     ring(queue_of(record.level))
   elseif body and not list then -- somebody has deleted keys by hand
-    bury(body, '', number_in(redis.call('HGET', DELIVERIES, id), 0), 'list unknown')
-    redis.call('HDEL', DELIVERIES, id)
+    bury(body, '', number_in(redis.call('HGET', LEASE_DELIVERIES, id), 0), DEAD_LIST_UNKNOWN)
+    redis.call('HDEL', LEASE_DELIVERIES, id)
     forget(id)
   else
     forget(id)
@@ -203,7 +192,7 @@ end
 
 -- The message of which no record is left is sorted anew, from the list of the level where it is.
 local function unsort(id, level, tenant)
-  local body = redis.call('HGET', BODIES, id)
+  local body = redis.call('HGET', LEASE_BODIES, id)
   leave(id, {level = level, tenant = tenant or body and tenant_of(body) or ''})
   forget(id)
   if body then redis.call('RPUSH', level, body) end

@@ -1,6 +1,6 @@
 -- Appends entries to many streams in one call. Redis itself rejects every id that is not above the stream's last.
--- ARGV: seconds to live, seconds that a mark outlives its stream, what the keys of streams begin with, what those of the
--- marks of their ends begin with, msgpack list of {request, id, id of the entry before it, type, data} of each write.
+-- ARGV: seconds, writes
+-- seconds: to live. writes: msgpack list of {request, id, id of the entry before it, type, data} of each.
 -- Returns the failed writes: index, outcome, index, outcome, ... (indices count from 0).
 
 local function is_cancelled(entry)
@@ -37,9 +37,9 @@ local function writer(request, id)
 end
 
 local failed = {}
-for i, write in ipairs(cmsgpack.unpack(ARGV[5])) do
+for i, write in ipairs(cmsgpack.unpack(writes)) do
   local request, id, before, kind, data = unpack(write)
-  local key = ARGV[3] .. request
+  local key = stream_key(request)
   local newest = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)
   -- nearly always nothing is refused, and no name need be made
   local outcome = next(refused) and refused[writer(request, id)]
@@ -55,8 +55,8 @@ for i, write in ipairs(cmsgpack.unpack(ARGV[5])) do
       if not string.find(reply.err, 'equal or smaller', 1, true) then return reply end
       outcome = 'fenced' -- entries were deleted by hand, which the stream remembers
     else
-      redis.call('EXPIRE', key, ARGV[1])
-      if kind == 'end' then redis.call('SET', ARGV[4] .. request, '1', 'EX', ARGV[1] + ARGV[2]) end
+      redis.call('EXPIRE', key, seconds)
+      if kind == 'end' then redis.call('SET', ended_key(request), '1', 'EX', seconds + ENDED_SECONDS) end
     end
   end
   if outcome then

@@ -1,4 +1,5 @@
--- KEYS: stream. Returns nothing where there is no stream, else {attempt, tokens, type of the last entry, its data}.
-local last, attempt, tokens = tail(KEYS[1])
+-- KEYS: STREAM
+-- Returns nothing where there is no stream, else {attempt, tokens, type of the last entry, its data}.
+local last, attempt, tokens = tail(STREAM)
 if not last then return false end
 return {attempt, tokens, field(last, 'type'), field(last, 'data')}

@@ -1,28 +1,28 @@
--- How many messages of one tenant a queue holds, read and nothing written. KEYS: the tenants that wait in the queue, and
--- those that have delayed messages; then the tenant's sorted messages of each level. ARGV: the tenant, the count that is
--- of interest, then the lists of the levels. Returns {count of those that wait, delayed, microseconds since when the
+-- How many messages of one tenant a queue holds, read and nothing written.
+-- KEYS: WAITING, DELAYED_TENANTS, TENANT_IDS[]
+-- ARGV: tenant, of_interest, lists[]
+-- TENANT_IDS, lists: one a level. Returns {count of those that wait, delayed, microseconds since when the
 -- longest of those that are sorted waits, or '', microseconds now}.
 -- Unsorted messages are looked at only where the count may be reached with them, and a thousand at most. The lists are not
 -- in KEYS, as a user that may not read messages would then be refused the whole script: it counts what is sorted.
-local tenant, of_interest = ARGV[1], tonumber(ARGV[2])
 local LOOKED_AT, LOOKED_AT_BYTES, CHUNK = 1000, 4 * 1024 * 1024, 50
 
-local count = tonumber(redis.call('ZSCORE', KEYS[1], tenant) or 0)
-local delayed = tonumber(redis.call('ZSCORE', KEYS[2], tenant) or 0)
+local count = tonumber(redis.call('ZSCORE', WAITING, tenant) or 0)
+local delayed = tonumber(redis.call('ZSCORE', DELAYED_TENANTS, tenant) or 0)
 local unsorted, oldest = 0, nil
-for i = 3, #KEYS do
-  unsorted = unsorted + redis.call('LLEN', ARGV[i])
-  local since = tonumber(redis.call('ZRANGE', KEYS[i], 0, 0, 'WITHSCORES')[2] or nil)
+for i, list in ipairs(lists) do
+  unsorted = unsorted + redis.call('LLEN', list)
+  local since = tonumber(redis.call('ZRANGE', TENANT_IDS[i], 0, 0, 'WITHSCORES')[2] or nil)
   if since and since < (oldest or math.huge) then oldest = since end
 end
 
-if count + delayed + unsorted >= of_interest then
+if count + delayed + unsorted >= tonumber(of_interest) then
   local left, bytes_left = LOOKED_AT, LOOKED_AT_BYTES
-  for i = 3, #ARGV do
+  for _, list in ipairs(lists) do
     local last = -1
-    local may_read = redis.acl_check_cmd('LRANGE', ARGV[i], last, last)
+    local may_read = redis.acl_check_cmd('LRANGE', list, last, last)
     while may_read and left > 0 and bytes_left > 0 do
-      local bodies = redis.call('LRANGE', ARGV[i], last - CHUNK + 1, last)
+      local bodies = redis.call('LRANGE', list, last - CHUNK + 1, last)
       if #bodies == 0 then break end
       for _, body in ipairs(bodies) do
         bytes_left = bytes_left - #body

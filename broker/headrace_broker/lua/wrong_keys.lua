@@ -1,8 +1,10 @@
--- Which keys hold something of another type than they should, read and nothing written. KEYS: keys. ARGV: the type of each.
+-- Which keys hold something of another type than they should, read and nothing written.
+-- KEYS: KEY[]
+-- ARGV: types[]
 -- Returns {index from 0, what is wrong, index, what is wrong, ...}.
 local wrong = {}
-for i, key in ipairs(KEYS) do
-  local problem = problem_of(key, ARGV[i])
+for i, key in ipairs(KEY) do
+  local problem = problem_of(key, types[i])
   if problem then
     wrong[#wrong + 1] = i - 1
     wrong[#wrong + 1] = problem

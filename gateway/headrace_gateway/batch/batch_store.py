@@ -18,14 +18,16 @@ from headrace_gateway.claims import Claim, Claims
 from headrace_gateway.errors import ApiError, HeadraceGatewayError
 from headrace_gateway.files.stored_files import owner_of
 from headrace_gateway.keys import ApiKey
-from headrace_gateway.scripts import lua
+from headrace_gateway.redis_keys import BATCH_SECONDS, REDIS_ID_KEY, batch_key, batches_key
+from headrace_gateway.scripts import script
 
 if TYPE_CHECKING:
     import redis.asyncio
 
 CLAIMS: Final = "batches"
-_KEPT_SECONDS: Final = 38 * 86_400
-"""The longest window plus a month."""
+_CREATE: Final = script("batch_create")
+_WRITE: Final = script("batch_write")
+_CANCEL: Final = script("batch_cancel")
 MOST_OPEN: Final = 16
 """Batches of one key that may be open at the same time."""
 _MOST_KEPT: Final = 1000
@@ -33,7 +35,6 @@ _MOST_KEPT: Final = 1000
 _REQUEST_SECONDS: Final = 30
 """The worker may not have stored the result yet. The life of other requests would let too many pile up in Redis."""
 _ID: Final = re.compile(r"batch_[0-9a-f]{32}")
-_REDIS_ID: Final = "headrace:gw:redis-id"
 _SEGMENT: Final = "seg:"
 _AT: Final = "at:"
 _RECORD: Final = msgspec.msgpack.Decoder(BatchRecord)
@@ -59,15 +60,16 @@ class BatchStore:
         self._client: Final = client
         self._now: Final = now
         self.claims: Final = Claims(client, CLAIMS, seconds=claim_seconds)
-        self._create: Final = client.register_script(lua("batch_create"))
-        self._write: Final = client.register_script(lua("batch_write"))
-        self._cancel: Final = client.register_script(lua("batch_cancel"))
+        self._create: Final = client.register_script(_CREATE.text)
+        self._write: Final = client.register_script(_WRITE.text)
+        self._cancel: Final = client.register_script(_CANCEL.text)
 
     async def create(self, record: BatchRecord) -> Batch:
         """Store a new batch and make it available to the replicas. Raises ApiError 429 if its key has too many."""
         fields = {"record": _ENCODE(record), "status": "validating"}
-        keys = [_key(record.id), _index_key(record.key, record.tenant), self.claims.due_key]
-        args = [record.id, _KEPT_SECONDS * 1000, MOST_OPEN, _MOST_KEPT, _key(""), *_flat(fields)]
+        owner = owner_of(record.key, record.tenant)
+        keys = _CREATE.keys(batch=batch_key(record.id), batches=batches_key(owner), due=self.claims.due_key)
+        args = [record.id, BATCH_SECONDS * 1000, MOST_OPEN, _MOST_KEPT, *_flat(fields)]
         if not await self._create(keys=keys, args=args):
             message = f"a key may have {MOST_OPEN} batches that have not ended: cancel one, or wait until one ends"
             raise ApiError(429, "rate_limit_error", "too_many_batches", message, headers=NO_RETRY)
@@ -75,7 +77,7 @@ class BatchStore:
 
     async def find(self, batch_id: str) -> Batch | None:
         """Return a batch, whichever key owns it."""
-        fields: Any = await self._client.hgetall(_key(batch_id)) if _ID.fullmatch(batch_id) else {}
+        fields: Any = await self._client.hgetall(batch_key(batch_id)) if _ID.fullmatch(batch_id) else {}
         return _read({name.decode(): value for name, value in fields.items()}) if b"record" in fields else None
 
     async def get(self, batch_id: str, key: ApiKey) -> Batch:
@@ -87,8 +89,7 @@ class BatchStore:
 
     async def list(self, key: ApiKey, after: str | None, limit: int) -> list[Batch] | None:
         """Return the key's batches, newest first; None if `after` is not one of them."""
-        index = _index_key(key.name, key.tenant)
-        listed: Any = await self._client.zrange(index, 0, -1, desc=True)
+        listed: Any = await self._client.zrange(batches_key(owner_of(key.name, key.tenant)), 0, -1, desc=True)
         ids = [each.decode() for each in listed]
         if after is not None:
             if after not in ids:
@@ -104,14 +105,13 @@ class BatchStore:
 
     async def status(self, batch_id: str) -> str | None:
         """Return the status; None if Redis has lost the batch."""
-        status: Any = await self._client.hget(_key(batch_id), "status")
+        status: Any = await self._client.hget(batch_key(batch_id), "status")
         return None if status is None else status.decode()
 
     async def cancel(self, batch_id: str) -> str:
         """Request cancellation; return the status that the batch had."""
-        status: bytes = await self._cancel(
-            keys=[_key(batch_id), self.claims.token_key], args=[int(self._now()), batch_id]
-        )
+        keys = _CANCEL.keys(batch=batch_key(batch_id), tokens=self.claims.token_key)
+        status: bytes = await self._cancel(keys=keys, args=[int(self._now()), batch_id])
         return status.decode()
 
     async def expire_requests(self, request_ids: Sequence[str]) -> None:
@@ -125,8 +125,8 @@ class BatchStore:
     async def redis_id(self, new: str | None = None) -> str | None:
         """Return the random id of this Redis. If it has none, `new` becomes its id."""
         if new is not None:
-            await self._client.set(_REDIS_ID, new, nx=True)
-        kept: Any = await self._client.get(_REDIS_ID)
+            await self._client.set(REDIS_ID_KEY, new, nx=True)
+        kept: Any = await self._client.get(REDIS_ID_KEY)
         return None if kept is None else kept.decode()
 
     async def commit(self, claim: Claim, segment: str, committed: Committed) -> None:
@@ -146,7 +146,8 @@ class BatchStore:
 
     async def _written(self, claim: Claim, statuses: tuple[str, ...], fields: Mapping[str, Any]) -> str:
         args = [claim.item, claim.token, ",".join(statuses), *_flat(fields)]
-        answer: bytes = await self._write(keys=[_key(claim.item), self.claims.token_key], args=args)
+        keys = _WRITE.keys(batch=batch_key(claim.item), tokens=self.claims.token_key)
+        answer: bytes = await self._write(keys=keys, args=args)
         if answer == b"lost":
             raise ClaimLostError(claim.item)
         return answer.decode()
@@ -166,11 +167,3 @@ def _read(fields: Mapping[str, bytes]) -> Batch:
 
 def _flat(fields: Mapping[str, Any]) -> list[Any]:
     return [part for pair in fields.items() for part in pair]
-
-
-def _key(batch_id: str) -> str:
-    return f"headrace:gw:batch:{batch_id}"
-
-
-def _index_key(name: str, tenant: str | None) -> str:
-    return f"headrace:gw:batches:{owner_of(name, tenant)}"

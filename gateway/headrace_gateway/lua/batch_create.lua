@@ -1,33 +1,34 @@
--- KEYS: the batch, a hash; the batches of its API key, a sorted set by creation; the work items by due time.
--- ARGV: id, milliseconds for which it is stored, maximum of open batches, maximum of stored batches, prefix of a
--- batch's key, fields and values. Returns 0 if too many batches of the API key are open.
+-- KEYS: BATCH, BATCHES, DUE
+-- ARGV: id, kept_ms, most_open, most_kept, fields[], values[]
+-- most_open, most_kept: maximum of open and of stored batches.
+-- Returns 0 if too many batches of the API key are open.
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local has_ended = {completed = true, failed = true, expired = true, cancelled = true}
-redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - tonumber(ARGV[2]))
-local ids = redis.call('ZRANGE', KEYS[2], 0, -1)
+redis.call('ZREMRANGEBYSCORE', BATCHES, '-inf', now - tonumber(kept_ms))
+local ids = redis.call('ZRANGE', BATCHES, 0, -1)
 local ended = {}
 local open = 0
-for _, id in ipairs(ids) do
-  local status = redis.call('HGET', ARGV[5] .. id, 'status')
+for _, other in ipairs(ids) do
+  local status = redis.call('HGET', batch_key(other), 'status')
   if not status or has_ended[status] then
-    ended[#ended + 1] = id
+    ended[#ended + 1] = other
   else
     open = open + 1
   end
 end
-if open >= tonumber(ARGV[3]) then
+if open >= tonumber(most_open) then
   return 0
 end
-for i = 1, math.min(#ended, #ids + 1 - tonumber(ARGV[4])) do
-  redis.call('ZREM', KEYS[2], ended[i])
-  redis.call('DEL', ARGV[5] .. ended[i])
+for i = 1, math.min(#ended, #ids + 1 - tonumber(most_kept)) do
+  redis.call('ZREM', BATCHES, ended[i])
+  redis.call('DEL', batch_key(ended[i]))
 end
-for i = 6, #ARGV, 2 do
-  redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1])
+for i, field in ipairs(fields) do
+  redis.call('HSET', BATCH, field, values[i])
 end
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
-redis.call('ZADD', KEYS[2], now, ARGV[1])
-redis.call('PEXPIRE', KEYS[2], ARGV[2])
-redis.call('ZADD', KEYS[3], 'NX', now, ARGV[1])
+redis.call('PEXPIRE', BATCH, kept_ms)
+redis.call('ZADD', BATCHES, now, id)
+redis.call('PEXPIRE', BATCHES, kept_ms)
+redis.call('ZADD', DUE, 'NX', now, id)
 return 1

@@ -1,2 +1,3 @@
--- ARGV: item, milliseconds until it is due. Returns 1 if it is new.
-return redis.call('ZADD', KEYS[1], 'NX', now + tonumber(ARGV[2]), ARGV[1])
+-- ARGV: item, due_in_ms
+-- Returns 1 if it is new.
+return redis.call('ZADD', DUE, 'NX', now + tonumber(due_in_ms), item)

@@ -1,7 +1,7 @@
--- ARGV: milliseconds until they are due again, then each item with its token.
-for i = 2, #ARGV, 2 do
-  if is_held(ARGV[i], ARGV[i + 1]) then
-    redis.call('HDEL', KEYS[2], ARGV[i])
-    redis.call('ZADD', KEYS[1], 'XX', now + tonumber(ARGV[1]), ARGV[i])
+-- ARGV: due_in_ms, items[], tokens[]
+for i, item in ipairs(items) do
+  if is_held(item, tokens[i]) then
+    redis.call('HDEL', TOKENS, item)
+    redis.call('ZADD', DUE, 'XX', now + tonumber(due_in_ms), item)
   end
 end

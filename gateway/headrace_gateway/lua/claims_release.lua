@@ -1,11 +1,12 @@
--- ARGV: item, token, milliseconds until it is due again; '': remove it. Returns 0 if the claim is lost.
-if not is_held(ARGV[1], ARGV[2]) then
+-- ARGV: item, token, due_in_ms
+-- due_in_ms: '' removes the item. Returns 0 if the claim is lost.
+if not is_held(item, token) then
   return 0
 end
-redis.call('HDEL', KEYS[2], ARGV[1])
-if ARGV[3] == '' then
-  redis.call('ZREM', KEYS[1], ARGV[1])
+redis.call('HDEL', TOKENS, item)
+if due_in_ms == '' then
+  redis.call('ZREM', DUE, item)
 else
-  redis.call('ZADD', KEYS[1], 'XX', now + tonumber(ARGV[3]), ARGV[1])
+  redis.call('ZADD', DUE, 'XX', now + tonumber(due_in_ms), item)
 end
 return 1

@@ -1,10 +1,11 @@
--- ARGV: milliseconds for which to renew, then each item with its token. Returns the indexes of lost claims.
+-- ARGV: held_ms, items[], tokens[]
+-- Returns the indexes of lost claims.
 local lost = {}
-for i = 2, #ARGV, 2 do
-  if is_held(ARGV[i], ARGV[i + 1]) then
-    redis.call('ZADD', KEYS[1], 'XX', now + tonumber(ARGV[1]), ARGV[i])
+for i, item in ipairs(items) do
+  if is_held(item, tokens[i]) then
+    redis.call('ZADD', DUE, 'XX', now + tonumber(held_ms), item)
   else
-    lost[#lost + 1] = i / 2 - 1
+    lost[#lost + 1] = i - 1
   end
 end
 return lost

@@ -1,7 +1,8 @@
--- KEYS[1]: the token buckets of an API key, a hash. All replicas use Redis's clock.
--- ARGV: requests per minute, tokens per minute; 0: no limit.
+-- All replicas use Redis's clock.
+-- ARGV: requests_a_minute, tokens_a_minute
+-- 0: no limit.
 -- Returns {admitted, requests left, tokens left, seconds until the next can be admitted}; numbers as strings.
-local bounds = {requests = tonumber(ARGV[1]), tokens = tonumber(ARGV[2])}
+local bounds = {requests = tonumber(requests_a_minute), tokens = tonumber(tokens_a_minute)}
 local levels, wait = {}, 0
 for name, bound in pairs(bounds) do
   if bound > 0 then

@@ -1,10 +1,11 @@
--- KEYS[1]: the token buckets of an API key, a hash. KEYS[2]: tokens charged so far for one answer.
--- ARGV: tokens per minute, tokens of the answer so far, seconds for which KEYS[2] is kept.
+-- KEYS: CHARGED
+-- ARGV: tokens_a_minute, tokens_so_far, kept_seconds
 -- An answer that is read twice, or by two replicas, is charged once.
-local charged = tonumber(redis.call('GET', KEYS[2]) or '0') or 0
+local bound, tokens = tonumber(tokens_a_minute), tonumber(tokens_so_far)
+local charged = tonumber(redis.call('GET', CHARGED) or '0') or 0
 if tokens <= charged then
   return 0
 end
-redis.call('SET', KEYS[2], tokens, 'EX', ARGV[3])
+redis.call('SET', CHARGED, tokens, 'EX', kept_seconds)
 keep({tokens = level_of('tokens', bound) - (tokens - charged)}, {tokens = bound})
 return tokens - charged

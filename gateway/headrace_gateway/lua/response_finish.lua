@@ -1,18 +1,18 @@
--- KEYS: the tokens of the claims, a hash; the stored response; its envelope.
--- ARGV: item, token, the response's state, seconds for which it is stored, seconds for which a stream is kept.
+-- KEYS: TOKENS, RESPONSE, ENVELOPE
+-- ARGV: item, token, state, kept_seconds, stream_seconds
 -- Returns 0 if the claim is lost, the stored state if there is one already, else 1.
-if redis.call('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then
+if redis.call('HGET', TOKENS, item) ~= token then
   return 0
 end
-if redis.call('EXISTS', KEYS[2], KEYS[3]) < 2 then -- it was deleted, or is not to be stored
-  if redis.call('TTL', KEYS[3]) > tonumber(ARGV[5]) then
-    redis.call('EXPIRE', KEYS[3], ARGV[5])
+if redis.call('EXISTS', RESPONSE, ENVELOPE) < 2 then -- it was deleted, or is not to be stored
+  if redis.call('TTL', ENVELOPE) > tonumber(stream_seconds) then
+    redis.call('EXPIRE', ENVELOPE, stream_seconds)
   end
   return 1
 end
-if redis.call('HSETNX', KEYS[2], 'state', ARGV[3]) == 0 then
-  return redis.call('HGET', KEYS[2], 'state')
+if redis.call('HSETNX', RESPONSE, 'state', state) == 0 then
+  return redis.call('HGET', RESPONSE, 'state')
 end
-redis.call('EXPIRE', KEYS[2], ARGV[4])
-redis.call('EXPIRE', KEYS[3], ARGV[4])
+redis.call('EXPIRE', RESPONSE, kept_seconds)
+redis.call('EXPIRE', ENVELOPE, kept_seconds)
 return 1

@@ -1,6 +1,7 @@
--- KEYS: the stored response. ARGV: its input, seconds for which it is kept. Repeating it has no effect.
--- Returns 1 if the end of the response is stored already.
-if redis.call('HSETNX', KEYS[1], 'input', ARGV[1]) == 1 then
-  redis.call('EXPIRE', KEYS[1], ARGV[2])
+-- KEYS: RESPONSE
+-- ARGV: input, kept_seconds
+-- Repeating it has no effect. Returns 1 if the end of the response is stored already.
+if redis.call('HSETNX', RESPONSE, 'input', input) == 1 then
+  redis.call('EXPIRE', RESPONSE, kept_seconds)
 end
-return redis.call('HEXISTS', KEYS[1], 'state')
+return redis.call('HEXISTS', RESPONSE, 'state')

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from headrace_gateway.claims import Claim, Claims
-from headrace_gateway.scripts import lua
+from headrace_gateway.redis_keys import endpoint_key, event_key, undelivered_key
+from headrace_gateway.scripts import script
 from headrace_gateway.webhooks.endpoint_file import Endpoint
 from headrace_gateway.webhooks.event import Event
 from headrace_gateway.webhooks.retries import LIFE_SECONDS, Decision
@@ -19,6 +20,9 @@ from headrace_gateway.webhooks.retries import LIFE_SECONDS, Decision
 if TYPE_CHECKING:
     import redis.asyncio
 
+_PUT: Final = script("claims_prelude", "webhooks_put")
+_NOTE: Final = script("claims_prelude", "webhooks_note")
+_LEVELS: Final = script("webhooks_levels")
 LEASE_SECONDS: Final = 45.0
 """Longer than an attempt: the claim of a replica that has died expires after it."""
 _REMEMBERED_SECONDS: Final = 3600
@@ -61,9 +65,9 @@ class Outbox:
         self._client: Final = client
         self._lease_seconds: Final = lease_seconds
         self._claims: Final[dict[str, Claims]] = {}
-        self._put: Final = client.register_script(lua("claims_prelude", "webhooks_put"))
-        self._note: Final = client.register_script(lua("claims_prelude", "webhooks_note"))
-        self._levels: Final = client.register_script(lua("webhooks_levels"))
+        self._put: Final = client.register_script(_PUT.text)
+        self._note: Final = client.register_script(_NOTE.text)
+        self._levels: Final = client.register_script(_LEVELS.text)
 
     def claims(self, name: str) -> Claims:
         """Return the claims of the endpoint with this name. Items are event ids."""
@@ -78,10 +82,10 @@ class Outbox:
 
     async def delivery(self, event_id: str, name: str) -> Delivery | None:
         """Return the delivery; None if it is done or the event has expired."""
-        packed, failed = await self._client.hmget(_event_key(event_id), ["", name])
+        packed, failed = await self._client.hmget(event_key(event_id), ["", name])
         if not isinstance(packed, bytes) or failed is None or failed == _DONE:
             return None
-        slowed = await self._client.hget(_endpoint_key(name), "slowed")
+        slowed = await self._client.hget(endpoint_key(name), "slowed")
         return Delivery(_DECODER.decode(packed), int(failed), int(slowed or 0))
 
     async def note(self, claim: Claim, endpoint: Endpoint, decision: Decision, *, failed: int) -> bool:
@@ -103,7 +107,7 @@ class Outbox:
 
     async def is_kept(self, event_id: str) -> bool:
         """Return whether the event is remembered: it has not expired, or was delivered a short time ago."""
-        return bool(await self._client.exists(_event_key(event_id)))
+        return bool(await self._client.exists(event_key(event_id)))
 
     async def drop(self, claim: Claim, name: str) -> bool:
         """Delete a delivery that no endpoint wants; return False if the claim is lost."""
@@ -124,15 +128,12 @@ class Outbox:
 
     async def levels(self, endpoints: Sequence[Endpoint]) -> list[Level]:
         """Return the state of each endpoint, in one call to Redis."""
-        keys = [
-            key
-            for endpoint in endpoints
-            for key in (
-                self.claims(endpoint.name).due_key,
-                _undelivered_key(endpoint.name),
-                _endpoint_key(endpoint.name),
-            )
-        ]
+        names = [endpoint.name for endpoint in endpoints]
+        keys = _LEVELS.keys(
+            due=[self.claims(name).due_key for name in names],
+            undelivered=[*map(undelivered_key, names)],
+            endpoint=[*map(endpoint_key, names)],
+        )
         rows: list[list[Any]] = await self._levels(keys=keys) if keys else []
         return [
             Level(due, undelivered, oldest, paused > 0, disabled.decode() == _digest(endpoint))
@@ -141,24 +142,18 @@ class Outbox:
 
     def _keys(self, event_id: str, name: str) -> list[str]:
         claims = self.claims(name)
-        return [claims.due_key, claims.token_key, _event_key(event_id), _undelivered_key(name), _endpoint_key(name)]
+        return _PUT.keys(  # as of the note
+            due=claims.due_key,
+            tokens=claims.token_key,
+            event=event_key(event_id),
+            undelivered=undelivered_key(name),
+            endpoint=endpoint_key(name),
+        )
 
 
 async def enable(client: "redis.asyncio.Redis", name: str) -> bool:
     """Re-enable an endpoint whose receiver answered 410; return False if it was not disabled."""
-    return bool(await client.hdel(_endpoint_key(name), "disabled"))
-
-
-def _event_key(event_id: str) -> str:
-    return f"headrace:gw:webhook:event:{event_id}"
-
-
-def _undelivered_key(name: str) -> str:
-    return f"headrace:gw:webhook:undelivered:{name}"
-
-
-def _endpoint_key(name: str) -> str:
-    return f"headrace:gw:webhook:endpoint:{name}"
+    return bool(await client.hdel(endpoint_key(name), "disabled"))
 
 
 def _digest(endpoint: Endpoint) -> str:

@@ -20,6 +20,7 @@ from headrace_broker import (
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import queue_lists, queue_name, stream_key
 from headrace_broker.leases import Leases
+from headrace_broker.reasons import DeadLetterReason
 from headrace_broker.registry import register_model
 from headrace_broker.results import CompletionOutput
 from headrace_broker.streams import StreamWrite, StreamWriter
@@ -90,7 +91,7 @@ async def test_dead_letters_are_listed_sent_again_and_purged(client: AsyncClient
     for request_id in "ab":
         await client.submit("x", request_id=request_id)
         [message] = leases.fetch(queue_lists(queue_name("m")), 1)
-        leases.bury(message.lease_id, "poison: killed")
+        leases.bury(message.lease_id, DeadLetterReason.POISON, "killed")
     newest, oldest = await client.dead_letters()
     assert [(letter.request_id, letter.reason) for letter in (newest, oldest)] == [
         ("b", "poison: killed"),

@@ -13,7 +13,7 @@ from headrace_broker import transport
 from headrace_broker.app import LEASE_TRANSPORT
 from headrace_broker.connections import connect
 from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.keys import LEASES_KEY, SHARE_PREFIX, bell_key, queue_lists
+from headrace_broker.keys import LEASES_KEY, bell_key, queue_lists
 from headrace_broker.leases import Leases
 from headrace_broker.transport import Transport
 from service.servers import make_server
@@ -202,7 +202,7 @@ def test_work_goes_on_after_the_server_crashed() -> None:
         loop.disconnect()
         server.start()
         loop.connect()
-        assert [key for key in client.keys("headrace*") if not key.startswith(SHARE_PREFIX.encode())] == []
+        assert [key for key in client.keys("headrace*") if not key.startswith(b"headrace:share:")] == []
         loop.messages.clear()
         loop.close()
 

@@ -9,7 +9,7 @@ import redis
 
 from clock import Clock
 from headrace_broker.connections import connect
-from headrace_broker.dead_letters import DUPLICATE, DeadLetter, dead_letters
+from headrace_broker.dead_letters import DeadLetter, dead_letters
 from headrace_broker.keys import (
     LEASE_BODIES_KEY,
     LEASE_DELIVERIES_KEY,
@@ -19,6 +19,7 @@ from headrace_broker.keys import (
     queue_lists,
 )
 from headrace_broker.leases import LeasedMessage, Leases
+from headrace_broker.reasons import DeadLetterReason
 from service.servers import make_server
 
 QUEUE = "headrace.m"
@@ -143,7 +144,7 @@ def test_a_worker_that_lost_its_lease_is_told_and_can_do_no_harm(
     (again,) = take(other)
     zombie.ack(message.lease_id)
     zombie.release(message.lease_id)
-    zombie.bury(message.lease_id, "spite")
+    zombie.bury(message.lease_id, DeadLetterReason.REJECTED, "spite")
     zombie.hold(message.lease_id, message)
     zombie.tick()
     assert lost == [message]
@@ -241,7 +242,7 @@ def test_a_buried_message_is_kept_with_its_reason(make_leases: MakeLeases, redis
     dead: list[DeadLetter] = []
     leases.on_dead_letter = dead.append
     (message,) = take(leases)
-    leases.bury(message.lease_id, "undecodable: UnicodeDecodeError")
+    leases.bury(message.lease_id, DeadLetterReason.UNDECODABLE, "UnicodeDecodeError")
     (stored,) = dead_letters(redis_client)
     assert (stored.body, stored.reason, stored.request_id) == (garbage, "undecodable: UnicodeDecodeError", None)
     assert [letter.body for letter in dead] == [garbage]
@@ -324,7 +325,7 @@ def test_a_copy_of_a_message_in_work_is_put_aside_and_the_original_goes_on(
     (message,) = take(leases)
     push(redis_client, "a", "b")
     assert bodies(take(leases)) == [b"b"]
-    assert [letter.reason for letter in dead_letters(redis_client)] == [DUPLICATE]
+    assert [letter.reason for letter in dead_letters(redis_client)] == [DeadLetterReason.DUPLICATE]
     assert dead == []  # nobody may end the original's stream because of it
     leases.ack(message.lease_id)
     assert redis_client.hget(LEASE_DELIVERIES_KEY, message.lease_id) is None
@@ -348,9 +349,9 @@ def test_dead_letters_are_bounded(make_leases: MakeLeases, redis_client: "redis.
     leases = make_leases()
     redis_client.rpush("headrace:dead", *[msgpack.packb({"old": number}) for number in range(1000)])
     push(redis_client, "a")
-    leases.bury(take(leases)[0].lease_id, "test")
+    leases.bury(take(leases)[0].lease_id, DeadLetterReason.REJECTED)
     assert redis_client.llen("headrace:dead") == 1000
-    assert dead_letters(redis_client, limit=1)[0].reason == "test"
+    assert dead_letters(redis_client, limit=1)[0].reason == DeadLetterReason.REJECTED
 
 
 def test_a_flood_of_refused_messages_does_not_hold_the_server(

@@ -14,6 +14,7 @@ from headrace_broker.fair_share import FairShare
 from headrace_broker.keys import DEAD_LETTERS_KEY, LEASE_META_KEY, LEASES_KEY, queue_lists, queue_name
 from headrace_broker.leases import LeasedMessage, Leases
 from headrace_broker.queue_levels import QueueLevelReader
+from headrace_broker.reasons import DeadLetterReason
 
 QUEUE, OTHER = queue_name("one"), queue_name("two")
 
@@ -134,7 +135,7 @@ def test_dead_letters_are_counted_by_queue_and_reason_and_again_when_they_change
         client.submit_many([{"prompt": "a", "model": "one"}] * 2 + [{"prompt": "a", "model": "two"}])
     for message in leases.fetch(queue_lists(QUEUE), 2):
         leases.hold(message.lease_id, message)
-        leases.bury(message.lease_id, "poison")
+        leases.bury(message.lease_id, DeadLetterReason.POISON)
     redis_client.lpush(DEAD_LETTERS_KEY, *[b"not a letter"] * 250)  # of which one script does not look at all
     levels = reader.read([QUEUE, OTHER])
     assert dict(levels[QUEUE].dead) == {"poison": 2}

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import redis
 
-from headrace_broker.dead_letters import DUPLICATE_ID, DeadLetter, dead_letters, requeue
+from headrace_broker.dead_letters import DeadLetter, dead_letters, requeue
 from headrace_broker.keys import LEASE_BODIES_KEY, LEASE_REQUESTS_KEY, LEASES_KEY, queue_lists, stream_key
 from headrace_broker.leases import LeasedMessage, Leases
+from headrace_broker.reasons import DeadLetterReason
 from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import Ending, StreamWrite, StreamWriter
 from service.workers.messages import message
@@ -58,7 +59,7 @@ def test_a_second_message_of_other_content_becomes_a_dead_letter_that_owns_no_id
     taken = take(leases, [*LISTS, *lists])
     assert {leased.bound_id for leased in taken} == ({"s"} if is_taken else {"r", "s"})
     assert [(letter.reason, letter.bound_id, letter.request_id) for letter in reported] == [
-        (DUPLICATE_ID, None, "r")
+        (DeadLetterReason.DUPLICATE_ID, None, "r")
     ] * 2
     assert requeue(redis_client, dead_letters(redis_client)) == []
 
@@ -87,7 +88,7 @@ def test_a_body_that_stands_in_its_message_as_text_is_compared_whole(
     first = as_text("r", 'say "yes" \\', body_encoding)
     redis_client.lpush(LISTS[0], first, first + b" ", as_text("r", 'say "no" \\', body_encoding))
     assert [leased.body for leased in take(leases)] == [first]
-    assert [letter.reason for letter in reported] == [DUPLICATE_ID]
+    assert [letter.reason for letter in reported] == [DeadLetterReason.DUPLICATE_ID]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def test_a_body_full_of_escaped_characters_is_compared_whole(
 
     redis_client.lpush(LISTS[0], written("a"), written("a", " "), written("b"))
     assert [leased.body for leased in take(leases)] == [written("a").encode()]
-    assert [letter.reason for letter in reported] == [DUPLICATE_ID]
+    assert [letter.reason for letter in reported] == [DeadLetterReason.DUPLICATE_ID]
 
 
 def test_a_message_that_waits_for_its_time_keeps_its_id(
@@ -112,7 +113,7 @@ def test_a_message_that_waits_for_its_time_keeps_its_id(
     leases.postpone(leased.lease_id, 3600)
     redis_client.lpush(LISTS[0], raw("r", b"another"), raw("r"))
     assert take(leases) == []
-    assert [letter.reason for letter in reported] == [DUPLICATE_ID]
+    assert [letter.reason for letter in reported] == [DeadLetterReason.DUPLICATE_ID]
     redis_client.zadd(LEASES_KEY, {leased.lease_id: 1})
     leases.reap()
     assert [again.bound_id for again in take(leases)] == ["r"]
@@ -123,7 +124,7 @@ def end_by_ack(leases: Leases, leased: LeasedMessage) -> None:
 
 
 def end_by_burial(leases: Leases, leased: LeasedMessage) -> None:
-    leases.bury(leased.lease_id, "poison: x")
+    leases.bury(leased.lease_id, DeadLetterReason.POISON, "x")
 
 
 def end_by_limit(leases: Leases, leased: LeasedMessage) -> None:
@@ -183,7 +184,7 @@ def test_what_the_scripts_cannot_read_is_bound_by_what_the_message_says(
         names_r = b'"r"' in leased.body
         assert leases.bind(leased, json.loads(leased.body)["headers"]["id"]) is not names_r
         if names_r:
-            leases.bury(leased.lease_id, DUPLICATE_ID)
+            leases.bury(leased.lease_id, DeadLetterReason.DUPLICATE_ID)
     assert set(bound(redis_client)) == {b"r", b"s"}
     assert all(letter.bound_id is None for letter in reported)
 

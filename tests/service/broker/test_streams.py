@@ -5,10 +5,9 @@ import redis
 
 from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
 from headrace_broker.events import ChunkEvent, EndEvent, StartEvent
-from headrace_broker.keys import ended_key, stream_key
+from headrace_broker.keys import ENDED_SECONDS, ended_key, stream_key
 from headrace_broker.results import ErrorInfo, Usage
-from headrace_broker.scripts import lua
-from headrace_broker.streams import ENDED_SECONDS, Ending, StreamWrite, StreamWriter, WriteOutcome, draws_of
+from headrace_broker.streams import END_STREAM, Ending, StreamWrite, StreamWriter, WriteOutcome, draws_of
 from headrace_broker.submission import cancel_call
 from headrace_broker.subscriber import read_stream, read_streams
 
@@ -30,7 +29,7 @@ def end(attempt: int, tokens: int, request_id: str = "r") -> StreamWrite:
 
 
 def cancel(client: "redis.Redis", request_id: str = "r") -> bytes | None:
-    script = client.register_script(lua("stream_end", prelude="stream_prelude"))
+    script = client.register_script(END_STREAM.text)
     reply: bytes | None = script(**cancel_call(request_id, TTL))
     return reply
 

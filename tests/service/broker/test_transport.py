@@ -15,7 +15,7 @@ from headrace_broker.app import LEASE_TRANSPORT
 from headrace_broker.dead_letters import dead_letters
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.errors import TransportConfigurationError
-from headrace_broker.keys import LEASES_KEY, SHARE_PREFIX, sorted_ids_key
+from headrace_broker.keys import LEASES_KEY, sorted_ids_key
 from headrace_broker.transport import Transport
 from service.servers import make_server
 
@@ -62,7 +62,7 @@ def producer(redis_server: EmbeddedServer) -> Iterator[Any]:
 
 def leftovers(client: "redis.Redis") -> list[bytes]:
     """Every key but what tenants have had, which is kept for a day."""
-    return [key for key in client.keys("headrace*") if not key.startswith(SHARE_PREFIX.encode())]
+    return [key for key in client.keys("headrace*") if not key.startswith(b"headrace:share:")]
 
 
 def send(producer: Any, body: Any, priority: int = 0) -> None:

@@ -27,6 +27,7 @@ from headrace_broker.keys import (
 )
 from headrace_broker.leases import Leases
 from headrace_broker.queue_levels import QueueLevelReader
+from headrace_broker.reasons import DeadLetterReason
 from service.broker.tenant_messages import LISTS, QUEUE, envelope, names
 from service.servers import make_server
 
@@ -79,7 +80,7 @@ class Scene:
         for message, seconds in zip(postponed, (3000, 0), strict=True):
             self.other.postpone(message.lease_id, seconds)
         (dead,) = self.other.fetch(LISTS, 1)
-        self.other.bury(dead.lease_id, "rejected")
+        self.other.bury(dead.lease_id, DeadLetterReason.REJECTED)
         for step in (0, 1, 3):
             self._push(step, "a", "b")
         self.other.fetch(LISTS, 0)
@@ -120,7 +121,7 @@ class Scene:
             if number % 3 == 0:
                 self.other.release(message.lease_id)
             elif number % 3 == 1:
-                self.other.bury(message.lease_id, "undeliverable: Error")
+                self.other.bury(message.lease_id, DeadLetterReason.UNDELIVERABLE, "Error")
 
     def drain(self) -> set[bytes]:
         """All that workers get, once every lease has run out and the dead letters have been sent again."""

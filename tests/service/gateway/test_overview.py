@@ -13,6 +13,7 @@ from headrace_broker.connections import connect
 from headrace_broker.embedded import EmbeddedServer, free_port
 from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.leases import Leases
+from headrace_broker.reasons import DeadLetterReason
 from headrace_broker.registry import register_model
 from headrace_gateway.keys import ApiKey
 from service.gateway.in_process import running_app
@@ -54,7 +55,7 @@ def bury(client: Client, redis_client: "redis.Redis", request_id: str) -> None:
     leases = Leases(redis_client, lease_seconds=60, delivery_limit=5)
     client.submit("the wheel Zanzibar", request_id=request_id, tenant="acme")
     [message] = leases.fetch(queue_lists(queue_name("m")), 1)
-    leases.bury(message.lease_id, "poison")
+    leases.bury(message.lease_id, DeadLetterReason.POISON)
 
 
 def told(answer: httpx2.Response, status: int) -> dict[str, Any]:

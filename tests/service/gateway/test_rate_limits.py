@@ -69,7 +69,7 @@ async def test_a_key_whose_token_bucket_is_negative_waits_for_its_refill(
     key = ApiKey("web", requests_per_minute=2, tokens_per_minute=2)
     await replicas[0].admit(key)
     await replicas[0].charge(key, "answer", 42)
-    with pytest.raises(ApiError, match="2 tokens a minute") as raised:
+    with pytest.raises(ApiError, match="2 tokens of this minute") as raised:
         await replicas[1].admit(key)
     assert 1170 <= int(raised.value.headers["retry-after"]) <= 1232  # a token is paid in 30 s
     assert raised.value.headers["x-ratelimit-remaining-tokens"] == "0"

@@ -15,8 +15,9 @@ from headrace_broker.keys import ended_key, listener_key, stream_key
 from headrace_broker.registry import register_model
 from headrace_gateway.claims import Claim, Claims
 from headrace_gateway.envelope import Envelope, EnvelopeStore
+from headrace_gateway.redis_keys import response_key
 from headrace_gateway.response_collector import ResponseCollector
-from headrace_gateway.response_store import ResponseStore, response_key
+from headrace_gateway.response_store import ResponseStore
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 from service.gateway.in_process import bearer, running_app, write_keys
 from service.gateway.test_gateway_command import begin, end, take

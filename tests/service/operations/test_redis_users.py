@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import time
@@ -19,7 +20,8 @@ from headrace_broker.connections import connect, connect_async
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.errors import QueueFullError, TenantQueueFullError, UnknownModelError
 from headrace_broker.events import EndEvent, pack
-from headrace_broker.keys import queue_lists, result_key
+from headrace_broker.key_schema import RedisKey
+from headrace_broker.keys import KEYS, queue_lists, result_key
 from headrace_broker.leases import Leases
 from headrace_broker.queue_levels import QueueLevelReader
 from headrace_broker.registry import register_model
@@ -27,6 +29,7 @@ from headrace_broker.results import CompletionOutput, GenerateResult, Usage
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.streams import StreamWrite, StreamWriter
 from headrace_broker.tokenizer_calls import TokenizerCalls
+from headrace_gateway import redis_keys
 from headrace_gateway.webhooks.outbox import enable
 from headrace_gateway.webhooks.secret import new_secret
 from headrace_workers.exporter import Exporter
@@ -173,7 +176,7 @@ async def test_the_gateway_does_all_that_it_is_for(
         assert len(await broker.requeue_dead_letters(letters[:1])) == 1
         assert await broker.purge_dead_letters(letters[1:]) == 1
         assert await broker.cancel(stream_of_another)
-        await app.state.gateway.batches.let_go([request_id])
+        await app.state.gateway.batches.expire_requests([request_id])
     with connect(url) as reader:
         level = QueueLevelReader(reader).read([QUEUE])[QUEUE]
         assert level.problem is None
@@ -316,6 +319,32 @@ def test_the_operator_may_broadcast_and_revoke_and_others_may_not(
         with pytest.raises((redis.exceptions.NoPermissionError, OperationalError), match=r"(?i)no.?perm"):
             app.control.revoke(stream_of_another)
         app.close()
+
+
+WRITES = {
+    "string": ["SET k v"],
+    "list": ["LPUSH k x", "RPUSH k x", "LPOP k", "BLPOP k 1", "LREM k 1 x"],
+    "hash": ["HSET k x y", "HDEL k x"],
+    "zset": ["ZADD k 1 x", "ZREM k x"],
+    "stream": ["XADD k * x y", "XDEL k 1-1"],
+}
+
+
+def may_write(admin: "redis.Redis", user: str, key: str, kind: str) -> bool:
+    commands = [command.split() for command in (*WRITES[kind], "DEL k", "EXPIRE k 9", "PEXPIRE k 9")]
+    dry_runs = ([key if part == "k" else part for part in command] for command in commands)
+    return any(admin.execute_command("ACL", "DRYRUN", user, *command) == b"OK" for command in dry_runs)
+
+
+@pytest.mark.parametrize("key", [*KEYS, *redis_keys.KEYS], ids=lambda key: key.name)
+def test_the_users_that_may_write_a_key_are_its_declared_writers(server: EmbeddedServer, key: RedisKey) -> None:
+    name = re.sub("<[a-z_]+>", "x", key.pattern)
+    with connect(url_of(server, "admin")) as admin:
+        allowed = {user for user in users() if may_write(admin, user, name, key.type)} - {"default", "admin"}
+    assert allowed >= {*key.writers}
+    # workers and operators may write all of Headrace's keys, and a client is a producer and a subscriber
+    assert allowed - {"worker", "operator", "client"} == {*key.writers} - {"worker", "operator"}
+    assert ("client" in allowed) == bool({"producer", "subscriber"} & {*key.writers})
 
 
 QUEUE = "headrace.tiny"

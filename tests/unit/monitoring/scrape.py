@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace_engine.core.outputs import StepStats
 from headrace_monitoring.exposition import ExpositionFormat
 from headrace_monitoring.gateway_metrics import GatewayMetrics
+from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.service_levels import ModelLevels, RedisLevels, ServiceExposition, ServiceLevels
 
@@ -46,7 +47,7 @@ PROMETHEUS_ACCEPTS = (
 )
 """Prometheus's own header."""
 
-EXPORTER = ServiceExposition(version="1.2.3")
+EXPORTER = ServiceExposition(version="1.2.3", label_sets=LabelSets(dead_letter_reasons=("undecodable", "poison")))
 EXPORTER.polled(
     ServiceLevels(
         models=[

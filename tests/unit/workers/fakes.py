@@ -18,7 +18,8 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 
 from headrace_broker.keys import PROBE_KEY
-from headrace_broker.scripts import lua
+from headrace_broker.reasons import DeadLetterReason
+from headrace_broker.scripts import script
 from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.core.outputs import STEP_STATS, EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.request import EngineCoreRequest
@@ -263,8 +264,8 @@ class FakeCeleryRequest:
     def finish(self, result: dict[str, Any]) -> None:
         self.results[self.id] = result
 
-    def finish_as_dead_letter(self, reason: str) -> None:
-        self.burial = reason
+    def finish_as_dead_letter(self, reason: DeadLetterReason, detail: str) -> None:
+        self.burial = reason.saying(detail)
 
     def hand_back(self, *, strike: bool = False, is_preempted: bool = False) -> None:
         assert not (strike and is_preempted)
@@ -313,7 +314,7 @@ class FakePipeline:
         self._replies.append(True)
 
     def eval(self, text: str, _num_keys: int, *keys: str) -> None:
-        assert text == lua("listeners_forget", prelude=None)
+        assert text == script("listeners_forget").text
         for listener, ended in zip(keys[::2], keys[1::2], strict=True):
             entries = self._client.entries(ended.removeprefix("headrace:ended:"))
             if entries and entries[-1][2] == "end":
@@ -369,7 +370,7 @@ class FakeRedis:
         """Whether the error is the answer to everything, or to the scripts alone."""
         self.publishes = 0
         self._scripts = {
-            lua(f"stream_{name}", prelude="stream_prelude"): getattr(self, f"_{name}")
+            script("stream_prelude", f"stream_{name}").text: getattr(self, f"_{name}")
             for name in ("claim", "publish", "end")
         }
 
@@ -465,10 +466,10 @@ class FakeRedis:
     def _publish(self, keys: list[str], args: list[Any]) -> list[Any]:
         self.publishes += 1
         failed: list[Any] = []
-        for position, write in enumerate(msgpack.unpackb(args[4], raw=True)):
+        for position, write in enumerate(msgpack.unpackb(args[1], raw=True)):
             (request_id, entry_id, before, kind), data = (part.decode() for part in write[:4]), write[4]
             attempt, offset = map(int, entry_id.split("-"))
-            entries = self.streams.get(args[2] + request_id)
+            entries = self.streams.get(f"headrace:stream:{request_id}")
             if entries is None:
                 failed += [position, b"gone"]
             elif entries[-1][0] > attempt:
@@ -486,7 +487,7 @@ class FakeRedis:
     def _end(self, keys: list[str], args: list[Any]) -> Any:
         entries = self.streams.setdefault(keys[0], [])
         last = entries[-1] if entries else (0, 0, "", {})
-        if entries and self._is_of_another(entries, args[4]):
+        if entries and self._is_of_another(entries, args[3]):
             return b""
         if last[2] == "end":
             return msgpack.packb(last[3])

@@ -10,6 +10,7 @@ from headrace_broker import Client
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.leases import Leases
+from headrace_broker.reasons import DeadLetterReason
 from headrace_gateway.keys import ApiKey
 from service.gateway.page.conftest import PATIENCE, MakeReplicas, Watched
 from service.gateway.page.scripted import MODEL, Script, ScriptedGateway
@@ -30,11 +31,11 @@ def leases(redis_client: "redis.Redis") -> Leases:
     return Leases(redis_client, lease_seconds=600, delivery_limit=5)
 
 
-def bury(client: Client, leases: Leases, *request_ids: str, reason: str = "poison") -> None:
+def bury(client: Client, leases: Leases, *request_ids: str, detail: str = "killed") -> None:
     for request_id in request_ids:
         client.submit("the wheel Zanzibar", request_id=request_id)
         [message] = leases.fetch(queue_lists(queue_name(MODEL)), 1)
-        leases.bury(message.lease_id, reason)
+        leases.bury(message.lease_id, DeadLetterReason.POISON, detail)
 
 
 def open_queue(page: Page, scripted: ScriptedGateway, key: str = "") -> None:
@@ -109,7 +110,7 @@ def test_the_page_polls_again_only_after_a_slow_response(page: Page, scripted: S
 def test_an_administrator_requeues_and_purges_dead_letters_after_confirming(
     page: Page, replicas: MakeReplicas, client: Client, leases: Leases
 ) -> None:
-    bury(client, leases, "a", "b", "c", "d", reason="<img src=x onerror=alert(1)>")
+    bury(client, leases, "a", "b", "c", "d", detail="<img src=x onerror=alert(1)>")
     [gateway] = replicas(1, keys=KEYS)
     open_queue(page, gateway, "sk-admin")
     rows = page.locator("#dead-table tbody tr")
@@ -159,4 +160,5 @@ def test_a_request_is_looked_up_and_cancelled_by_its_id(page: Page, scripted: Sc
     assert client.status("some....id").finish_reason == "cancelled"
     page.get_by_label("Request id").fill("unknown")
     page.get_by_role("button", name="Look up").click()
-    expect(page.locator("#one-result")).to_have_text("404: no request 'unknown' is known")
+    unknown = "404: no request 'unknown': it has expired, or this key does not own it"
+    expect(page.locator("#one-result")).to_have_text(unknown)

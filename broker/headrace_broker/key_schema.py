@@ -1,0 +1,117 @@
+"""`KeySchema`: declares a package's Redis keys, once for Python, Lua and the reference pages.
+
+Each key has a name, a pattern, a type, writers and a life. Python builds it with the declared function or constant. A
+script gets the same from a prelude that is generated when it is loaded (`scripts.py`): `stream_key(request_id)` is the
+same key in both languages, and `LEASES` is the fixed key of that name.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias, TypeVar
+
+RedisType: TypeAlias = Literal["string", "list", "set", "zset", "hash", "stream"]
+Writer: TypeAlias = Literal["producer", "subscriber", "gateway", "worker", "operator"]
+"""Users of deploy/redis/users.acl. To write is also to delete and to change how long a key lives."""
+
+_Build = TypeVar("_Build", bound=Callable[..., str])
+
+
+@dataclass(frozen=True, slots=True)
+class RedisKey:
+    """What is known of the keys of one pattern."""
+
+    name: str
+    """In Lua `<name>_key(...)` builds one, and a fixed key or one of KEYS is the name in capitals."""
+    pattern: str
+    """The key, with `<part>` for each of its parts."""
+    parts: tuple[str, ...]
+    type: RedisType
+    writers: tuple[Writer, ...]
+    life: str
+    holds: str
+
+    def lua(self) -> str:
+        """A line of Lua that defines the fixed key, or the function that builds one."""
+        if not self.parts:
+            return f"local {self.name.upper()} = {lua_text(self.pattern)}"
+        pieces, rest = [], self.pattern
+        for part in self.parts:
+            before, _, rest = rest.partition(f"<{part}>")
+            pieces += [lua_text(before), part] if before else [part]
+        pieces += [lua_text(rest)] if rest else []
+        return f"local function {self.name}_key({', '.join(self.parts)}) return {' .. '.join(pieces)} end"
+
+
+class KeySchema:
+    """The keys of one package.
+
+    Args:
+        words: other texts that Python and Lua must agree on, by their names in Lua.
+    """
+
+    def __init__(self, words: Mapping[str, str] | None = None) -> None:
+        self._keys: Final[dict[str, RedisKey]] = {}
+        self.words: Final = dict(words or {})
+
+    def __iter__(self) -> Iterator[RedisKey]:
+        return iter(self._keys.values())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._keys
+
+    def __getitem__(self, name: str) -> RedisKey:
+        return self._keys[name]
+
+    def of(self, build: Callable[..., str]) -> RedisKey:
+        """What is declared of the keys that this function builds."""
+        return self[build.__name__.removesuffix("_key")]
+
+    def fixed(self, name: str, key: str, kind: RedisType, writers: tuple[Writer, ...], life: str, holds: str) -> str:
+        """Declare a key without parts, and return it."""
+        self._add(RedisKey(name, key, (), kind, writers, life, holds))
+        return key
+
+    def built(
+        self, kind: RedisType, writers: tuple[Writer, ...], life: str, *, name: str = ""
+    ) -> Callable[[_Build], _Build]:
+        """Declare the keys that a function builds from its arguments; it is left as it is.
+
+        Its docstring says what they hold. The name is the function's, without `_key`, unless one is given. Raises
+        ValueError unless each argument stands in the key, in their order.
+        """
+
+        def declare(build: _Build) -> _Build:
+            parts = tuple(inspect.signature(build).parameters)
+            pattern = build(*(f"_{part}_" for part in parts))
+            for part in parts:
+                pattern = pattern.replace(f"_{part}_", f"<{part}>")
+            places = [pattern.find(f"<{part}>") for part in parts]
+            if -1 in places or places != sorted(places):
+                raise ValueError(f"{build.__name__}: not each argument stands in the key in their order: {pattern}")
+            holds = inspect.cleandoc(build.__doc__ or "").partition("\n\n")[0]
+            self._add(RedisKey(name or build.__name__.removesuffix("_key"), pattern, parts, kind, writers, life, holds))
+            return build
+
+        return declare
+
+    def _add(self, key: RedisKey) -> None:
+        if key.name in self._keys:
+            raise ValueError(f"two keys have the name {key.name}")
+        if key.pattern in {each.pattern for each in self}:
+            raise ValueError(f"two keys have the pattern {key.pattern!r}")
+        self._keys[key.name] = key
+
+
+def lua_text(text: str) -> str:
+    """A string of Lua; its control characters as `\\006`."""
+    shown = "".join(char if char.isprintable() and char not in "'\\" else f"\\{ord(char):03d}" for char in text)
+    return f"'{shown}'"
+
+
+def span(seconds: int) -> str:
+    """A time for people, such as `2 hours`."""
+    for unit, size in (("day", 86_400), ("hour", 3600), ("minute", 60)):
+        if seconds % size == 0:
+            return f"{seconds // size} {unit}{'s' * (seconds > size)}"
+    return f"{seconds} s"

@@ -1,0 +1,165 @@
+"""Keys are declared once; a script that names one wrongly does not load."""
+
+import ast
+import importlib
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import headrace_broker
+import headrace_gateway
+import headrace_workers
+from headrace_broker.key_schema import KeySchema, span
+from headrace_broker.keys import KEYS, queue_key_types
+from headrace_broker.scripts import LuaScript, compose
+from headrace_gateway import claims, redis_keys
+from headrace_gateway.webhooks import outbox
+
+PACKAGES = {headrace_broker: KEYS, headrace_gateway: redis_keys.KEYS}
+LUA = [path for package in PACKAGES for path in (Path(str(package.__file__)).parent / "lua").glob("*.lua")]
+
+
+def make_schema() -> KeySchema:
+    schema = KeySchema({"WORD": "it's"})
+    schema.fixed("counts", "h:counts", "hash", ("worker",), "for ever", "Counts.")
+
+    @schema.built("stream", ("worker",), "a day")
+    def stream_key(request_id: str) -> str:
+        """A stream."""
+        return f"h:stream:{request_id}"
+
+    @schema.built("zset", ("worker",), "a day")
+    def member_key(list_name: str, tenant: str) -> str:
+        """Members."""
+        return f"h:of:{list_name}\x06{tenant}:x"
+
+    return schema
+
+
+def test_what_is_declared_is_known_of_a_key() -> None:
+    schema = make_schema()
+    assert [(key.name, key.pattern, key.type) for key in schema] == [
+        ("counts", "h:counts", "hash"),
+        ("stream", "h:stream:<request_id>", "stream"),
+        ("member", "h:of:<list_name>\x06<tenant>:x", "zset"),
+    ]
+    assert schema["stream"].holds == "A stream."
+
+
+def test_two_keys_of_one_name_or_pattern_are_refused() -> None:
+    schema = make_schema()
+    with pytest.raises(ValueError, match="two keys have the name counts"):
+        schema.fixed("counts", "h:other", "hash", ("worker",), "for ever", "")
+    with pytest.raises(ValueError, match="two keys have the pattern"):
+        schema.fixed("others", "h:counts", "hash", ("worker",), "for ever", "")
+
+
+def test_a_key_without_one_of_its_parts_is_refused() -> None:
+    with pytest.raises(ValueError, match="not each argument stands in the key"):
+        make_schema().built("list", ("worker",), "a day")(lambda request_id: "h:list")
+
+
+def test_a_script_gets_what_it_uses_and_no_more() -> None:
+    body = "-- KEYS: STREAM\n-- ARGV: count, ids[]\nreturn {STREAM, COUNTS, member_key(count, WORD)}"
+    lines = compose("x", body, make_schema()).text.removesuffix(body).splitlines()
+    assert lines == [
+        "local STREAM = KEYS[1]",
+        "local count = ARGV[1]",
+        "local ids = {}",
+        "for i = 2, #ARGV, 1 do ids[#ids + 1] = ARGV[i] end",
+        "local COUNTS = 'h:counts'",
+        "local function member_key(list_name, tenant) return 'h:of:' .. list_name .. '\\006' .. tenant .. ':x' end",
+        "local WORD = 'it\\039s'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("-- KEYS: STREAM, STREAM\n", "KEYS are not names, each once"),
+        ("-- KEYS: STREAM\n-- KEYS: STREAM\n", "KEYS are not names, each once"),
+        ("-- ARGV: count, count[]\n", "ARGV are not names, each once"),
+        ("-- KEYS: MEMBER[], STREAM\n", r"those with \[\] last"),
+        ("-- KEYS: the stream\n", "KEYS are not names"),
+        ("-- KEYS: STREEM\n", "no key STREEM"),
+        ("-- KEYS: COUNTS\n", "no key COUNTS"),
+        ("-- KEYS: MEMBER\nreturn STREAM", "undeclared STREAM"),
+        ("return KEYS[1]", "KEYS by its place"),
+        ("return ARGV[1]", "ARGV by its place"),
+    ],
+)
+def test_a_script_with_a_wrong_name_does_not_load(body: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=f"script x: .*{problem}"):
+        compose("x", body, make_schema())
+
+
+def test_keys_are_passed_by_name_and_sent_in_their_order() -> None:
+    one = compose("x", "-- KEYS: MEMBER, STREAM\n", make_schema())
+    assert one.keys(stream="s", member="m") == ["m", "s"]
+    many = compose("x", "-- KEYS: KEY, MEMBER[], STREAM[]\n", make_schema())
+    assert many.keys(stream=["s1", "s2"], member=["m1", "m2"], key="k") == ["k", "m1", "s1", "m2", "s2"]
+    with pytest.raises(TypeError, match="the script's keys are member, stream, not member"):
+        one.keys(member="m")
+    with pytest.raises(TypeError, match="not member, stream, other"):
+        one.keys(member="m", stream="s", other="o")
+
+
+def modules() -> Iterator[ModuleType]:
+    for package in PACKAGES:
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not found.name.endswith("__main__"):
+                yield importlib.import_module(found.name)
+
+
+def test_every_call_gives_its_script_the_keys_that_it_names() -> None:
+    checked = 0
+    for module in modules():
+        for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "keys":
+                script = getattr(module, ast.unparse(node.func.value), None)
+                if isinstance(script, LuaScript):
+                    assert {keyword.arg for keyword in node.keywords} == {*script.names, *script.repeated}, module
+                    checked += 1
+    assert checked > 20
+
+
+def test_scripts_that_share_their_keys_name_the_same() -> None:
+    for module, names in ((claims, "ADD TAKE RENEW PUT_BACK_ALL RELEASE"), (outbox, "PUT NOTE")):
+        assert len({getattr(module, f"_{name}").names for name in names.split()}) == 1
+
+
+@pytest.mark.parametrize("path", LUA, ids=lambda path: path.stem)
+def test_scripts_check_for_the_type_that_is_declared(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for name, kind in re.findall(r"problem_of\((\w+?)(?:_key\([^']*\))?, '(\w+)'\)", text):
+        if name.lower() in KEYS:
+            assert KEYS[name.lower()].type == kind, name
+
+
+def test_no_name_of_a_key_is_written_twice() -> None:
+    written = [path for path in LUA if re.search(r"'(?:headrace|celery-task)", path.read_text(encoding="utf-8"))]
+    for package in (*PACKAGES, headrace_workers):
+        for path in Path(str(package.__file__)).parent.rglob("*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+            if any(isinstance(text, str) and re.match(r"headrace:\S|celery-task-meta", text) for text in texts):
+                written.append(path)
+    assert {path.name for path in written} == {"keys.py", "redis_keys.py"}
+
+
+def test_the_keys_of_a_queue_have_their_declared_types() -> None:
+    types = queue_key_types("headrace.m")
+    assert types["headrace.m"] == types["headrace:dead"] == types["headrace:ready:bell:headrace.m"] == "list"
+    assert types["headrace:lease:body"] == types["headrace:share:mean"] == "hash"
+    assert types["headrace:ready:ids:headrace.m\x06\x169"] == types["headrace:lease:leases"] == "zset"
+    assert len(types) == 9 + 4 + 4 * 5 + 4
+
+
+def test_times_are_shown_for_people() -> None:
+    assert [span(seconds) for seconds in (10, 60, 3600, 86_400, 90_000, 38 * 86_400)] == [
+        *("10 s", "1 minute", "1 hour", "1 day", "25 hours", "38 days")
+    ]

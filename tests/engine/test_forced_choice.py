@@ -184,7 +184,7 @@ def test_functions_that_make_no_grammar_are_an_error_with_the_way_out() -> None:
         deep = {"items": deep}
     with pytest.raises(ForcedChoiceError, match="the parameters of function 'f' are nested too deeply"):
         forced_choice([ToolForm(name="f", parameters=deep)], tool_parser=None)
-    with pytest.raises(ForcedChoiceError, match=r"take \d+ bytes as a grammar, which may have at most 65536; allow"):
+    with pytest.raises(ForcedChoiceError, match=r"has \d+ bytes, the limit is 65536; allow fewer"):
         forced_choice([ToolForm(name="f", parameters=large)], tool_parser=None)
 
 

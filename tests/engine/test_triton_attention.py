@@ -200,7 +200,7 @@ def test_a_layer_without_keys_of_its_own_reads_the_ones_of_its_source() -> None:
         ({"dtype": torch.float16}, "torch.float16 is neither float32 nor bfloat16"),
         (
             {"cache_dtype": torch.float16},
-            "kept in torch.float16, and these kernels keep them in torch.float32, torch.bfloat16, torch.float8_e4m3fn",
+            "the KV cache has dtype torch.float16, the kernels support torch.float32, torch.bfloat16",
         ),
         ({"layers": (LayerSpec(num_heads=1, num_kv_heads=1, k_dim=512, v_dim=64),)}, "head size is 512"),
     ],

@@ -188,7 +188,7 @@ def test_wrong_lines_are_refused_with_their_numbers_before_anything_is_sent(
         (5, "invalid_json_line"),
     ]
     _, told = BatchProcess(tmp_path, "in.jsonl", "out.jsonl", redis_url=gateway.service.url).end(2)
-    assert "line 4: custom_id 'line-0' is that of line 1" in told
+    assert "line 4: custom_id 'line-0' is already used in line 1" in told
     assert set(gateway.service.client.keys("headrace:stream:*")) <= before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
 

@@ -346,7 +346,7 @@ async def test_the_batches_of_one_key_do_not_delay_those_of_another(
         return WorkOfMany()
 
     monkeypatch.setattr(batch_runner, "BatchWork", begin)
-    monkeypatch.setattr(batch_runner, "_TURN_SECONDS", 0.0)
+    monkeypatch.setattr(batch_runner, "_POLL_SECONDS", 0.0)
     for number in range(12):
         await context.store.create(record_of(number))
     await context.store.create(record_of(100, key="other"))

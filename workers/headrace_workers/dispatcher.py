@@ -171,10 +171,6 @@ class Dispatcher:
             return 0, 0
         return self._preemption.credit(self._in_flight, len(self._preparation), engine_waiting=self._engine_waiting)
 
-    def _has_room(self, step: int) -> bool:
-        level, count = self.preemption_credit()
-        return self.credit() > 0 or (step < level and count > 0)
-
     @property
     def _takes_nothing(self) -> bool:
         """Whether messages are left in the queue however much room there is."""
@@ -230,13 +226,7 @@ class Dispatcher:
             else:
                 self.settlement.set_aside(incoming.request_id, celery_request)
             return
-        # A message with an ETA passes through Celery's timer, and meanwhile there may be no room for it any more.
-        if (
-            self._processor is None
-            or self._draining
-            or self._paused
-            or (celery_request.eta and not self._has_room(incoming.step))
-        ):
+        if self._processor is None or self._draining or self._paused:
             self._metrics.message_returned("not_ready")
             celery_request.hand_back()
             return

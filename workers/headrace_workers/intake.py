@@ -73,7 +73,7 @@ class Incoming:
         delivery = celery_request.delivery_info
         priority = delivery.get("priority")
         enqueued_at = _unix_time(headers.get("enqueued_at"))
-        queued_at, clock = _queued_at(enqueued_at, celery_request.eta, celery_request.queued_at)
+        queued_at, clock = _queued_at(enqueued_at, celery_request.due, celery_request.queued_at)
         return cls(
             request_id=celery_request.id,
             priority=min(max(priority, 0), 9) if isinstance(priority, int) else 0,
@@ -88,7 +88,7 @@ class Incoming:
             deadline=_deadline(celery_request.expires, celery_request.time_limits),
             step=celery_request.step,
             preemptions=celery_request.preemptions,
-            delay=_delay(celery_request.eta),
+            delay=_delay(celery_request.due),
         )
 
     @property

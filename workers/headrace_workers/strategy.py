@@ -1,14 +1,16 @@
 """How a message of `headrace.generate` gets from Celery's consumer into the engine.
 
-Celery's own strategy does everything else (revoked, expired, ETA, events); it is only handed a pool that is the engine.
+Celery's own strategy does everything else (revoked, expired, events); it is only handed a pool that is the engine.
 No slot of Celery's real pool is taken, so one worker process holds as many requests as the engine has room for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import structlog
 from celery.exceptions import InvalidTaskError
+from celery.worker.state import active_requests, requests, reserved_requests, task_ready
 from celery.worker.strategy import default as default_strategy
 from kombu.exceptions import OperationalError
 
@@ -33,26 +35,12 @@ class EnginePool:
         self._dispatcher.accept(callback.__self__)  # the bound EngineRequest.on_success
 
 
-class NoDelayTimer:
-    """Celery's timer, whose every time has come.
-
-    Celery would hold a delayed message, and any number of them, until its ETA. The dispatcher gives it back to Redis.
-    """
-
-    def __init__(self, timer: Any) -> None:
-        self._timer = timer
-
-    def call_at(self, _eta: float, callback: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Any:
-        return self._timer.call_after(0, callback, args, **options)
-
-
 class ConsumerProxy:
-    """Celery's consumer with another pool and timer."""
+    """Celery's consumer with another pool."""
 
     def __init__(self, consumer: Any, pool: EnginePool) -> None:
         self._consumer = consumer
         self.pool = pool
-        self.timer = NoDelayTimer(consumer.timer)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._consumer, name)
@@ -68,7 +56,7 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
         if "id" not in message.headers:
             raise InvalidTaskError("malformed message: it has no id")
         try:
-            with structlog.contextvars.bound_contextvars(**_about(message)):
+            with structlog.contextvars.bound_contextvars(**_about(message)), _registration(message):
                 _leave_undecoded(message)
                 message.headers.pop("shadow", None)  # a name of the sender's own, which Celery would log and announce
                 return handler(message, body, ack, reject, callbacks, **rest)
@@ -77,13 +65,34 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
         except Exception as error:  # noqa: BLE001  # whatever a stranger put into the queue
             # what the error of another says may quote the message
             why = f"the message is malformed: {error}" if isinstance(error, MalformedMessageError) else MALFORMED
-            request_id = message.headers.get("id")
-            if isinstance(request_id, str):
+            request_id = _id_of(message)
+            if request_id is not None:
                 content = message.delivery_info.get(CONTENT, "")
                 dispatcher.settlement.refuse_malformed(request_id, content, why, message.content_type)
             raise InvalidTaskError(why) from None  # the consumer rejects the message
 
     return handle
+
+
+@contextmanager
+def _registration(message: Any) -> Iterator[None]:
+    """Keep Celery's register of requests, by their ids, right while a message is taken in.
+
+    Whatever is raised, the message's own request does not stay in it. Where the id is that of a request which is still
+    held, that one stays, as Celery would not find it otherwise when it is to be terminated.
+    """
+    request_id = _id_of(message)
+    before = requests.get(request_id)
+    try:
+        yield
+    except BaseException:
+        request = requests.get(request_id)
+        if request is not None and request._message is message:
+            task_ready(request)
+        raise
+    finally:
+        if before in active_requests or before in reserved_requests:
+            requests.setdefault(request_id, before)
 
 
 def _leave_undecoded(message: Any) -> None:
@@ -97,5 +106,10 @@ def _leave_undecoded(message: Any) -> None:
 
 def _about(message: Any) -> dict[str, str]:
     """Fields for everything that is logged while the message is taken in, by Celery, too."""
+    request_id = _id_of(message)
+    return {} if request_id is None else {"request_id": request_id}
+
+
+def _id_of(message: Any) -> str | None:
     request_id = message.headers.get("id")
-    return {"request_id": request_id} if isinstance(request_id, str) else {}
+    return request_id if isinstance(request_id, str) else None

@@ -2,6 +2,7 @@
 
 import time
 from contextvars import ContextVar
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -60,6 +61,16 @@ class EngineRequest(Request):
     def info(self, safe: bool = False) -> dict[str, Any]:  # noqa: ARG002  # Celery's signature
         """What `celery inspect` shows: never the prompt."""
         return {**super().info(), "args": "", "kwargs": ""}
+
+    @property
+    def eta(self) -> None:
+        """None, as Celery would hold the message in memory until its ETA. The dispatcher gives it back to Redis."""
+
+    @property
+    def due(self) -> datetime | None:
+        """The message's ETA, before which the request is not to run."""
+        due: datetime | None = self._eta
+        return due
 
     @property
     def lease_id(self) -> str:

@@ -136,6 +136,12 @@ class Service:
         params = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params}
         return self.send({"prompt": prompt, "sampling_params": params})
 
+    def inspected(self, command: str, **arguments: Any) -> Any:
+        """What one worker answers to a remote control command of Celery's."""
+        [reply] = self.app.control.broadcast(command, arguments=arguments, reply=True, timeout=60, limit=1)
+        [answer] = reply.values()
+        return answer
+
     def stream(self, request_id: str) -> StreamLog:
         return StreamLog.read(self.client, request_id)
 

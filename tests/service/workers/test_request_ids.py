@@ -172,6 +172,23 @@ def test_a_second_message_of_an_id_changes_nothing_of_the_first_while_it_runs_an
         assert letter[b"reason"].partition(b":")[0] in (b"duplicate id", b"undecodable", b"too large", b"rejected")
 
 
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_request_can_be_terminated_when_a_second_message_of_its_id_has_come(
+    service: Service, attack: Callable[[str], str | bytes]
+) -> None:
+    for _ in range(9):  # it may be done before
+        handle = service.generate(max_tokens=2000)
+        service.wait_tokens([handle.id], at_least=3)
+        service.client.lpush(QUEUE, attack(handle.id))
+        service.wait_until(lambda: service.queued() == 0)
+        handle.revoke(terminate=True)
+        log = service.wait_ended([handle.id])[handle.id]
+        service.wait_settled()
+        if log.end and log.end["finish_reason"] == "cancelled":
+            return
+    pytest.fail("it could not be terminated")
+
+
 @pytest.mark.parametrize("attack", [more_choices, expired, malformed, undecodable, too_large, wrong_parameter])
 def test_a_second_message_of_an_id_changes_nothing_of_the_first_while_that_waits(
     service: Service, undisturbed: Any, attack: Callable[[str], str | bytes]

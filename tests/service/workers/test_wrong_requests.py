@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgpack
@@ -33,6 +34,7 @@ def assert_refused(service: Service, request_id: str, result: dict[str, Any], co
         assert word in result["error"]["message"]
 
 
+IN_AN_HOUR = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
 HI = [{"role": "user", "content": "hi"}]
 
 
@@ -99,6 +101,10 @@ def test_positional_arguments_are_refused(service: Service) -> None:
         message(GOOD_BODY, expires="next week"),
         message(GOOD_BODY, timelimit=5),
         message(GOOD_BODY, timelimit="long"),
+        message(GOOD_BODY, timelimit=5, eta=IN_AN_HOUR),
+        message(GOOD_BODY, timelimit=[1, 2, 3], eta=IN_AN_HOUR),
+        message(GOOD_BODY, eta=[]),
+        message(GOOD_BODY, eta="9999-12-31T23:59:59-14:00"),
         message(GOOD_BODY, eta="yesterday"),
     ],
     ids=lambda odd: "",
@@ -111,6 +117,8 @@ def test_a_message_that_celery_cannot_read_is_answered_by_its_id(service: Servic
     assert (raw[:1] == b"{") is (odd["content-type"] != "application/x-msgpack")
     assert_refused(service, request_id, meta["result"], "invalid_request")
     assert_still_serves(service)
+    assert service.inspected("query_task", ids=[request_id]) == {}
+    assert service.inspected("reserved") == []
 
 
 def without(odd: dict[str, Any], *path: str) -> dict[str, Any]:

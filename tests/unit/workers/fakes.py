@@ -232,7 +232,7 @@ class FakeCeleryRequest:
         self.delivery_info = {"priority": headers.pop("priority", 0), "redelivered": headers.pop("redelivered", False)}
         self.expires = headers.pop("expires", None)
         self.time_limits = headers.pop("time_limits", (None, None))
-        self.eta = headers.pop("eta", None)
+        self.due = headers.pop("due", None)
         self.lease_id = lease_id
         self.is_revoked = False
         self.fate: list[str] = []

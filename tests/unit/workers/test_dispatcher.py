@@ -65,7 +65,7 @@ def test_a_claim_that_redis_does_not_take_goes_back_and_nothing_is_fetched_for_a
 
 @pytest.mark.parametrize("delay", [timedelta(0), timedelta(seconds=3000)])
 def test_a_message_over_its_tenants_quota_is_refused_and_costs_nothing(desk: Desk, delay: timedelta) -> None:
-    request = desk.accept(FakeCeleryRequest(over_quota=7, eta=datetime.now(UTC) + delay))
+    request = desk.accept(FakeCeleryRequest(over_quota=7, due=datetime.now(UTC) + delay))
     desk.assert_idle()
     assert desk.results["r1"]["error"]["code"] == "quota_exceeded"
     assert "holds 7 requests" in desk.redis.end("r1")["error"]["message"]
@@ -319,28 +319,8 @@ def test_the_refused_end_of_an_old_attempt_leaves_its_successor_in_the_same_work
     assert desk.results["r1"]["error"] is None
 
 
-def test_a_delayed_message_whose_time_comes_while_no_slot_is_free_waits_in_the_queue(desk: Desk) -> None:
-    for name in ("r1", "r2", "r3", "r4"):
-        desk.accept(FakeCeleryRequest(name))
-    delayed = desk.accept(FakeCeleryRequest("r5", eta=datetime.now(UTC)))
-    assert delayed.fate == ["handed back"]
-    assert len(desk.engine.sent) == 4
-    assert desk.redis.entries("r5") == []
-    desk.generate(13, 13, 13, 13, finish=FinishReason.LENGTH)
-    assert desk.accept(FakeCeleryRequest("r5", eta=datetime.now(UTC))).fate == ["accepted"]
-
-
-def test_a_delayed_message_whose_time_comes_while_the_engine_restarts_waits_in_the_queue(desk: Desk) -> None:
-    desk.engine.is_ready = False
-    desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
-    assert desk.accept(FakeCeleryRequest(eta=datetime.now(UTC))).fate == ["handed back"]
-    desk.engine.is_ready = True
-    desk.dispatcher.on_engine_ready(MODEL, CAPABILITIES)
-    desk.assert_idle()
-
-
 def test_a_message_whose_time_has_not_come_is_left_to_redis_until_then(desk: Desk) -> None:
-    later = desk.accept(FakeCeleryRequest(eta=datetime.now(UTC) + timedelta(seconds=3000)))
+    later = desk.accept(FakeCeleryRequest(due=datetime.now(UTC) + timedelta(seconds=3000)))
     [fate] = later.fate
     assert fate in ("postponed by 2999 s", "postponed by 3000 s")
     assert desk.redis.entries("r1") == []
@@ -348,7 +328,7 @@ def test_a_message_whose_time_has_not_come_is_left_to_redis_until_then(desk: Des
 
 
 def test_a_message_whose_time_is_too_far_ahead_is_refused(desk: Desk) -> None:
-    desk.accept(FakeCeleryRequest(eta=datetime.now(UTC) + timedelta(days=900)))
+    desk.accept(FakeCeleryRequest(due=datetime.now(UTC) + timedelta(days=900)))
     desk.assert_idle()
     assert desk.results["r1"]["error"]["code"] == "invalid_request"
     assert "must lie within the next 3600 s, not 777" in desk.results["r1"]["error"]["message"]

@@ -58,7 +58,7 @@ def test_the_time_before_redis_was_looked_at_counts_where_the_producer_tells_it(
 
 def test_a_message_does_not_wait_before_its_own_time() -> None:
     due = datetime.now(UTC) - timedelta(seconds=5)
-    assert incoming(enqueued_at=time.time() - 600, eta=due).waited == pytest.approx(5, abs=4)
+    assert incoming(enqueued_at=time.time() - 600, due=due).waited == pytest.approx(5, abs=4)
 
 
 @pytest.mark.parametrize(("given", "read"), [(3, 3), (-7, 0), (99, 9), ("high", 0), (None, 0)])

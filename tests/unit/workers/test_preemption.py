@@ -17,7 +17,7 @@ GREEDY = {"max_tokens": 9, "temperature": 0}
 
 
 def accept(desk: Desk, request_id: str, step: int, prompt: str = "abc", **params: Any) -> FakeCeleryRequest:
-    headers = {name: params.pop(name) for name in ("preemptions", "eta", "abandon_after") if name in params}
+    headers = {name: params.pop(name) for name in ("preemptions", "due", "abandon_after") if name in params}
     kwargs = {"prompt": prompt, "sampling_params": {"max_tokens": 9, **params}}
     return desk.accept(FakeCeleryRequest(request_id, kwargs, lease_id=request_id, step=step, **headers))
 

@@ -111,7 +111,7 @@ def test_cancel_ends_a_request_once(redis_client: "redis.Redis", redis_url: str)
     StreamWriter(redis_client, 60).claim("r3", "test")
     StreamWriter(redis_client, 60).publish([StreamWrite.end("r3", 1, 0, finish_reason="stop")])
     late = run(cancel, "r3", redis_url=redis_url)
-    assert (late.exit_code, late.output) == (1, "it had ended already\n")
+    assert (late.exit_code, late.output) == (1, "the request has already ended\n")
 
 
 def test_cancel_knows_a_request_wherever_it_waits(redis_client: "redis.Redis", redis_url: str) -> None:
@@ -137,7 +137,7 @@ def test_cancel_says_that_it_knows_no_such_request(redis_client: "redis.Redis", 
     for _ in range(2):
         outcome = run(cancel, "nosuch", redis_url=redis_url)
         assert outcome.exit_code == 1
-        assert "no request nosuch is known" in outcome.output
+        assert "request nosuch is unknown" in outcome.output
     machine = run(cancel, "nosuch", "--json", redis_url=redis_url)
     assert (machine.exit_code, json.loads(machine.output)["known"]) == (1, False)
     assert redis_client.dbsize() == 0

@@ -141,7 +141,7 @@ def test_the_command_line_requeues_and_purges_what_is_chosen(
     bury(client, redis_client, "c", reason="rejected")
     assert run(redis_server, "purge").exit_code == 2
     assert run(redis_server, "requeue", "a", "--all").exit_code == 2
-    assert run(redis_server, "requeue", "a").stdout == "1 sent again\n"
+    assert run(redis_server, "requeue", "a").stdout == "1 requeued\n"
     assert run(redis_server, "purge", "--all", "--reason", "rejected", "--json").stdout == '{"purged": 1}\n'
     [letter] = client.dead_letters()
     assert run(redis_server, "purge", letter.letter_id).stdout == "1 deleted\n"

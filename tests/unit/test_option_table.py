@@ -168,9 +168,9 @@ def test_an_option_beyond_its_limit_is_refused_with_the_same_limit(option: Optio
         ("METRICS_PORT", "65536", "must be an integer of at least 0 and at most 65535, got '65536'"),
         ("STALL_SECONDS", "0", "must be a number above 0, got '0'"),
         ("ENFORCE_EAGER", "maybe", "must be true or false, got 'maybe'"),
-        ("SPECULATIVE_CONFIG", "[1]", "must be a map in JSON, got '[1]'"),
-        ("KV_CACHE_MEMORY", "4 apples", "must be a number of bytes, or one with a unit, as 4GiB, got '4 apples'"),
-        ("DECODE_BUCKETS", "1,x", "must be integers with commas between them, got '1,x'"),
+        ("SPECULATIVE_CONFIG", "[1]", "must be a JSON object, got '[1]'"),
+        ("KV_CACHE_MEMORY", "4 pies", "must be a number of bytes, or a number with a unit such as 4GiB, got '4 pies'"),
+        ("DECODE_BUCKETS", "1,x", "must be integers separated by commas, got '1,x'"),
     ],
 )
 def test_a_wrong_variable_is_named_with_what_it_must_be(variable: str, text: str, sentence: str) -> None:

@@ -79,7 +79,7 @@ def test_a_service_without_workers_says_so_and_shows_its_queues(redis_server: Em
     assert found == {"queues": [], "workers": [], "slowest_requests": []}
     text = io.StringIO()
     Console(file=text, width=100).print(draw(found))
-    assert "No worker answers." in text.getvalue()
+    assert "No worker answered." in text.getvalue()
 
 
 def test_redis_away_is_one_sentence(tmp_path: Path) -> None:

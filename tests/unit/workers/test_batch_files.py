@@ -226,6 +226,6 @@ def test_a_run_that_was_killed_before_its_secret_was_written_begins_anew(tmp_pat
 def test_another_file_is_not_taken_for_the_file_of_a_run(tmp_path: Path) -> None:
     path = tmp_path / "out.run"
     path.write_text("#!/bin/sh\n")
-    with pytest.raises(BatchError, match="is not the file of a run"):
+    with pytest.raises(BatchError, match="is not a run file"):
         RunFile(path)
     assert path.read_text() == "#!/bin/sh\n"

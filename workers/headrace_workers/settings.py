@@ -168,7 +168,7 @@ class WorkerSettings(EngineOptions):
             if value not in (AUTO, NONE, *formats):
                 yield setting, f"must be {AUTO}, {NONE} or one of {', '.join(formats)}, got {value!r}"
         if self.reasoning_parser in REASONING_FORMATS and not are_compatible(self.tool_parser, self.reasoning_parser):
-            allowed = f"{HARMONY}, {AUTO} or {NONE} where HEADRACE_TOOL_PARSER is {HARMONY}"
+            allowed = f"{HARMONY}, {AUTO} or {NONE} if HEADRACE_TOOL_PARSER is {HARMONY}"
             yield "reasoning_parser", f"must be {allowed}, got {self.reasoning_parser!r}"
         tenants = self.tenant_names
         reserved = sorted({OTHER, NO_TENANT} & set(tenants))
@@ -227,14 +227,14 @@ class WorkerSettings(EngineOptions):
         return config
 
     def stall_limit(self) -> float:
-        """Return after how many seconds without a step an engine with work is killed. Raises ConfigError."""
+        """Return the seconds without a step after which an engine with work is killed. Raises ConfigError."""
         if self.stall_seconds is not None:
             return self.stall_seconds
         own = find_engine(self.engine).stall_seconds
         return STALL_SECONDS if own is None else own
 
     def step_timeout(self) -> float:
-        """Return after how many seconds without a step the worker's liveness fails: later than `stall_limit`."""
+        """Return the seconds without a step after which a worker with requests is not alive, beyond `stall_limit`."""
         return max(STEP_TIMEOUT_SECONDS, 2 * self.stall_limit())
 
     def _speculative_config(self) -> Mapping[str, Any] | None:

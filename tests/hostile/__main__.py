@@ -1,7 +1,7 @@
-"""`make hostile`: ten thousand hostile messages on a real service, and a table of what became of each kind.
+"""`make hostile`: ten thousand hostile messages on a real service, and a table of the outcomes of each kind.
 
-Exit status 1 where one was lost, an honest one not served, the worker or its engine ended, text came into the log, a
-key was left over, or memory grew by more than the bound.
+The exit status is 1 if a message was lost, an honest one was not served, the worker or its engine ended, text was
+logged, a key was left over, or memory grew by more than the limit.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from hostile.harness import Account, Harness
 from service.workers.service import Service
 
 GROWTH_MIB = {"worker": 32.0, "engine": 192.0, "redis": 8.0}
-"""Most that each process may grow after a fifth of the messages; allocators keep some of what large ones took."""
+"""The limit for each process's growth after a fifth of the messages; allocators keep some memory of large ones."""
 BATCH = 250
 
 
@@ -29,9 +29,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hostile", description=__doc__)
     parser.add_argument("--messages", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--without", nargs="+", default=[], metavar="KIND", help="leave these out")
-    parser.add_argument("--json", metavar="FILE", help="write the account there")
-    parser.add_argument("--log", metavar="FILE", help="keep the worker's log there")
+    parser.add_argument("--without", nargs="+", default=[], metavar="KIND", help="kinds to leave out")
+    parser.add_argument("--json", metavar="FILE", help="write the outcomes to FILE")
+    parser.add_argument("--log", metavar="FILE", help="keep the worker's log in FILE")
     options = parser.parse_args()
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory() as temporary, EmbeddedServer(environ={}) as server:

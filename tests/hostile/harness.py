@@ -1,4 +1,4 @@
-"""Hostile messages by the hundred into a running service, and an account of what became of every single one."""
+"""Send batches of hostile messages to a running service, and check the outcome of each message."""
 
 import time
 from collections import Counter
@@ -18,13 +18,13 @@ from service.workers.service import Service, StreamLog
 DEAD = "headrace:dead"
 RESULT_SECONDS = 20.0
 STAYING = (b"_kombu.binding", b"headrace:share:", b"headrace:models", b"headrace:lease:deliveries")
-"""Beginnings of keys that stay, one for each queue and its priorities."""
-MOST_STAYING = 40
+"""Prefixes of keys that stay, one key for each queue and its priorities."""
+MAX_STAYING = 40
 
 
 @dataclass
 class Memory:
-    """MiB, when nothing was in flight."""
+    """MiB, while no message is in flight."""
 
     worker: float
     engine: float
@@ -33,10 +33,10 @@ class Memory:
 
 @dataclass
 class Account:
-    """What became of the messages; `problems` holds a sentence for each broken promise."""
+    """The outcomes of the messages; `problems` has a sentence for each broken promise."""
 
     outcomes: dict[str, Counter[str]] = field(default_factory=dict)
-    """Kind -> outcome -> how many."""
+    """Kind -> outcome -> count."""
     memory: list[Memory] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
@@ -55,7 +55,7 @@ class Account:
         return sum(sum(counter.values()) for counter in self.outcomes.values())
 
     def growth(self, warm_up: int) -> Memory:
-        """MiB from the batch at which everything was loaded to the highest of all later ones."""
+        """Return the MiB by which the highest batch after the warm-up exceeds the last batch of the warm-up."""
         first, rest = self.memory[warm_up - 1], self.memory[warm_up:]
         return Memory(
             *(
@@ -67,8 +67,8 @@ class Account:
 
 class Harness:
     """Args:
-    service: with one worker that is ready, and no message.
-    without: kinds of messages that are left out.
+    service: has one worker that is ready, and no messages.
+    without: kinds of messages to leave out.
     """
 
     def __init__(self, service: Service, seed: int, without: Sequence[str] = ()) -> None:
@@ -81,7 +81,7 @@ class Harness:
         self.account = Account()
 
     def run_batch(self, count: int, settle_seconds: float = 300.0) -> None:
-        """Push so many messages, wait until all are gone from the queue, and look where each is."""
+        """Push `count` messages, wait until none is queued or leased, and check the outcome of each."""
         batch = self._generator.take(count)
         with self._client.pipeline(transaction=False) as pipeline:
             for hostile in batch:
@@ -96,14 +96,14 @@ class Harness:
         self.account.memory.append(self._memory())
 
     def finish(self) -> None:
-        """What holds for the whole run."""
+        """Check that the log has no text of a message."""
         text = self._worker.log_text()
         if SECRET in text:
             line = next(line for line in text.splitlines() if SECRET in line)
-            self.account.problems.append(f"text of a message stands in the log: {line[:300]}")
+            self.account.problems.append(f"text of a message is in the log: {line[:300]}")
 
     def _alive(self) -> bool:
-        """The same worker and the same engine as before."""
+        """Return whether the worker and its engine are the same processes as before."""
         if self._worker.process.poll() is not None:
             self._problem(f"the worker ended with {self._worker.process.returncode}")
             return False
@@ -135,20 +135,20 @@ class Harness:
                 self._client.delete(stream_key(request_id), result_key(request_id), ended_key(request_id))
 
     def _outcome(self, hostile: Hostile, letters: Counter[bytes], reasons: dict[bytes, str]) -> str:
-        buried = letters[hostile.raw] > 0
-        if buried:
+        is_dead = letters[hostile.raw] > 0
+        if is_dead:
             letters[hostile.raw] -= 1
             if not reasons[hostile.raw]:
                 return "lost: a dead letter without a reason"
         request_id = id_of(hostile.raw)
         if request_id is None:
-            return "dead letter" if buried else "lost: no dead letter, and no id"
+            return "dead letter" if is_dead else "lost: no dead letter, and no id"
         if self._client.type(stream_key(request_id)) != b"stream":
-            return "dead letter" if buried else "lost: no dead letter, and no stream"
+            return "dead letter" if is_dead else "lost: no dead letter, and no stream"
         try:
             log = self._service.stream(request_id)
         except AssertionError as error:
-            return f"lost: a wrong stream: {error}"
+            return f"lost: an invalid stream: {error}"
         return self._answer(request_id, log, hostile)
 
     def _answer(self, request_id: str, log: StreamLog, hostile: Hostile) -> str:
@@ -166,7 +166,7 @@ class Harness:
         if stored["status"] == "REVOKED":
             return "revoked"
         if stored["status"] == "FAILURE" and log.end["error"] is not None:
-            return "failure"  # Celery's own, of a task that there is none
+            return "failure"  # Celery's own, for an unknown task
         if stored["status"] != "SUCCESS":
             return f"lost: its result is {stored['status']}"
         error = stored["result"]["error"]
@@ -182,15 +182,15 @@ class Harness:
         return {key for key in self._client.scan_iter(count=1000) if not key.startswith(STAYING)}
 
     def _check_at_rest(self) -> None:
-        """Nothing is left in Redis of what came and went."""
+        """Check that the messages left no keys in Redis, and delete those that expire."""
         left = self._keys() - self._at_rest
         staying = [key for key in left if self._client.ttl(key) == -1]
         if staying:
-            self._problem(f"keys are left, and would be for ever: {sorted(staying)[:5]}")
+            self._problem(f"keys are left without an expiry: {sorted(staying)[:5]}")
         if left:
             self._client.delete(*left)
-        if self._client.dbsize() > MOST_STAYING + len(self._at_rest):
-            self._problem(f"{self._client.dbsize()} keys stay, more than {MOST_STAYING}")
+        if self._client.dbsize() > MAX_STAYING + len(self._at_rest):
+            self._problem(f"{self._client.dbsize()} keys stay, more than {MAX_STAYING}")
         if self._client.hlen("headrace:lease:deliveries"):
             self._problem("counts of deliveries are left")
 
@@ -203,7 +203,7 @@ class Harness:
 
 
 def id_of(raw: bytes) -> str | None:
-    """The request id that a message carries, where it can be one."""
+    """Return the request id of a message, or None if it has no valid one."""
     return DeadLetter("", "", 0, raw).request_id
 
 

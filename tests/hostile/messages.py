@@ -1,6 +1,6 @@
-"""What a stranger may put into the queue: 33 kinds of wrong messages, and one of honest ones, all drawn from a seed.
+"""Messages that any producer could push: 33 hostile kinds and one honest kind, all drawn from a seed.
 
-Every text in them holds `SECRET`, which must never stand in a log.
+Every text in them contains `SECRET`, which must never be logged.
 """
 
 import base64
@@ -24,7 +24,7 @@ SECRET = "Zanzibar"
 HONEST_TOKENS = 3
 SEPARATOR = "\x06\x16"
 _BOMB = zlib.compress(bytes(100 * 2**20), 9)
-"""100 KB that say 100 MiB."""
+"""100 KB that decompress to 100 MiB."""
 
 PARAMS = [
     "n",
@@ -99,7 +99,7 @@ PROPERTIES = [
 
 @dataclass(frozen=True)
 class Hostile:
-    """One message as it is pushed."""
+    """One message, as it is pushed."""
 
     kind: str
     raw: bytes
@@ -117,8 +117,8 @@ class Hostile:
 
 class Generator:
     """Args:
-    seed: of everything that is drawn; the same seed gives the same messages.
-    without: kinds that are left out.
+    seed: the same seed gives the same messages.
+    without: kinds to leave out.
     """
 
     def __init__(self, seed: int, without: Sequence[str] = ()) -> None:
@@ -126,7 +126,7 @@ class Generator:
         self._now = datetime.now(UTC)
         self._honest_ids: list[str] = []
         self._urgent_honest_ids: list[str] = []
-        """Of those in the list that hostile messages go to: these come behind them."""
+        """Ids of the honest messages that are in the same list as the hostile ones, ahead of later ones."""
         self._last: bytes = b"{}"
         self._kinds: list[tuple[str, Callable[[], bytes | dict[str, Any]]]] = [
             (name[5:], getattr(self, name))
@@ -139,7 +139,7 @@ class Generator:
         return [name for name, _ in self._kinds]
 
     def take(self, count: int) -> list[Hostile]:
-        """One in ten is honest; the others are of every kind, as often as of any other."""
+        """Draw messages: one in ten is honest, and the others are of all hostile kinds equally often."""
         return [self.honest() if self._draw.random() < 0.1 else self._hostile() for _ in range(count)]
 
     def honest(self) -> Hostile:
@@ -160,7 +160,7 @@ class Generator:
         self._last = made if isinstance(made, bytes) else dumps(made)
         return Hostile(name, self._last)
 
-    # -- parts ----------------------------------------------------------------------------------------------------
+    # -- parts --------------------------------------------------------------------------------------------------------
 
     def _id(self) -> str:
         return str(self._draw.getrandbits(128))
@@ -206,7 +206,7 @@ class Generator:
         except (OverflowError, ValueError):
             return b"\xc0"
 
-    # -- the envelope ---------------------------------------------------------------------------------------------
+    # -- the envelope -------------------------------------------------------------------------------------------------
 
     def kind_bytes_changed(self) -> bytes:
         raw = bytearray(dumps(self._good()))
@@ -254,7 +254,7 @@ class Generator:
         headers = good["headers"]
         if isinstance(headers, dict):  # neither is text of a prompt, and both are logged
             if SECRET in str(headers.get("task")):
-                headers["task"] = "unheard of"
+                headers["task"] = "no such task"
             if SECRET in str(headers.get("id")):
                 headers["id"] = self._id()
         return good
@@ -270,7 +270,7 @@ class Generator:
         content = {"task": "headrace.generate", "id": self._id(), "args": [], "kwargs": {"prompt": self._text()}}
         content |= {self._draw.choice([*content, "eta", "expires", "utc", "callbacks", "taskset"]): self._odd()}
         if SECRET in str(content["task"]):
-            content["task"] = "unheard of"
+            content["task"] = "no such task"
         if SECRET in str(content["id"]):
             content["id"] = self._id()
         good["headers"] = {}
@@ -322,7 +322,7 @@ class Generator:
         ]
         good = self._good(content_type=self._draw.choice(types), content_encoding=self._draw.choice(encodings))
         if self._draw.random() < 0.5:
-            good["headers"] = {}  # the old protocol, whose body Celery decodes at once
+            good["headers"] = {}  # protocol 1, whose body Celery decodes at once
         return good
 
     def kind_pickle(self) -> dict[str, Any]:
@@ -393,7 +393,7 @@ class Generator:
         return self._good(request_id=self._draw.choice(self._honest_ids) if self._honest_ids else "same")
 
     def kind_same_id_and_worse(self) -> dict[str, Any]:
-        """What would end the honest request of that id, or have it answered otherwise."""
+        """Make a message that could end the honest request with its id, or change that request's answer."""
         request_id = self._urgent_honest_ids[-1] if self._urgent_honest_ids else "same"
         match self._draw.randrange(7):
             case 0:
@@ -413,7 +413,7 @@ class Generator:
                     body({"prompt": self._text(), "sampling_params": params(max_tokens=9)}), request_id=request_id
                 )
 
-    # -- what the queue acts on -----------------------------------------------------------------------------------
+    # -- fields that the queue reads ----------------------------------------------------------------------------------
 
     def kind_far_eta(self) -> dict[str, Any]:
         etas: list[Any] = [(self._now + timedelta(days=days)).isoformat() for days in (2, 400, 40_000)]
@@ -458,7 +458,7 @@ class Generator:
             content = b"\x93\x90\x80\x05"
         return message(content, request_id=self._id(), group=self._draw.choice([None, "g"]))
 
-    # -- the body -------------------------------------------------------------------------------------------------
+    # -- the body -----------------------------------------------------------------------------------------------------
 
     def kind_msgpack_bomb(self) -> dict[str, Any]:
         depth = self._draw.choice([400, 1200, 200_000])
@@ -539,7 +539,7 @@ def params(**more: Any) -> dict[str, Any]:
 
 
 def body(kwargs: Any) -> bytes:
-    """Protocol 2. What msgpack cannot say becomes nil."""
+    """Return a body of protocol 2. Values that msgpack cannot pack become nil."""
     try:
         return msgpack.packb([[], copy.copy(kwargs), EMBED])
     except (OverflowError, ValueError):

@@ -1,4 +1,4 @@
-"""A short seeded cut of `make hostile`."""
+"""A short form of `make hostile`, with a fixed seed."""
 
 from __future__ import annotations
 

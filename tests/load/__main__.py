@@ -1,6 +1,6 @@
-"""`make load`: ten thousand queued requests and a thousand live subscribers on an engine that only sleeps.
+"""`make load`: ten thousand queued requests and a thousand live subscribers, on an engine that only sleeps.
 
-Exit status 1 where a request was not served, a key was left over, or memory grew without bound.
+The exit status is 1 if a request was not served, a key was left over, or memory grew without bound.
 """
 
 import argparse
@@ -29,9 +29,9 @@ def main() -> int:
     parser.add_argument("--subscribers", type=int, default=default.subscribers)
     parser.add_argument("--step-seconds", type=float, default=default.step_seconds, help="how long the engine sleeps")
     parser.add_argument("--slots", type=int, default=default.slots, help="requests that run at once")
-    parser.add_argument("--ttl-seconds", type=int, default=default.ttl_seconds, help="life of streams and results")
+    parser.add_argument("--ttl-seconds", type=int, default=default.ttl_seconds, help="lifetime of streams and results")
     parser.add_argument("--seed", type=int, default=default.seed)
-    parser.add_argument("--json", metavar="FILE", help="write everything that was measured there")
+    parser.add_argument("--json", metavar="FILE", help="write all measurements to FILE")
     plan = Plan(**{name: value for name, value in vars(parser.parse_args()).items() if name != "json"})
     file = parser.parse_args().json
     with tempfile.TemporaryDirectory() as temporary, EmbeddedServer(environ={}, password=False) as server:
@@ -54,17 +54,17 @@ def tables(report: Report) -> list[Table]:
     plan = report.plan
     cost = Table("cost", "", title=f"{plan.requests} requests, {report.chunks} chunks, {report.seconds:.0f} s")
     rows = {
-        "worker, us of CPU a request of one token": f"{report.worker_us_a_request:.0f}",
-        "worker, us of CPU a chunk beside that": f"{report.worker_us_a_chunk:.1f}",
-        "of which the calls to Redis": f"{report.publisher_us_a_chunk:.1f}",
-        "entries in one call": f"{report.publish['entries'] / report.publish['calls']:.1f}",
-        "Redis, us of CPU a chunk, all of it": f"{report.cpu['redis'] / report.chunks * 1e6:.1f}",
-        "subscribers, us of CPU a chunk": f"{report.cpu['subscribers'] / report.chunks * 1e6:.1f}",
-        "engine process, us of CPU a token": f"{report.cpu['engine'] / report.chunks * 1e6:.1f}",
+        "worker, us of CPU per request of one token": f"{report.worker_us_a_request:.0f}",
+        "worker, us of CPU per chunk, in addition": f"{report.worker_us_a_chunk:.1f}",
+        "calls to Redis, included in that": f"{report.publisher_us_a_chunk:.1f}",
+        "entries per call": f"{report.publish['entries'] / report.publish['calls']:.1f}",
+        "Redis, us of CPU per chunk": f"{report.cpu['redis'] / report.chunks * 1e6:.1f}",
+        "subscribers, us of CPU per chunk": f"{report.cpu['subscribers'] / report.chunks * 1e6:.1f}",
+        "engine process, us of CPU per token": f"{report.cpu['engine'] / report.chunks * 1e6:.1f}",
         "worker and Redis, share of the machine": f"{_share(report):.1%}",
-        "subscribers that wait at a time, median": f"{_listening(report):.0f}",
-        "chunks a second": f"{report.chunks / report.seconds:.0f}",
-        "the engine's own sleep, seconds": f"{plan.seconds:.0f}",
+        "subscribers in a blocking read, median": f"{_listening(report):.0f}",
+        "chunks per second": f"{report.chunks / report.seconds:.0f}",
+        "sleep of the engine, seconds": f"{plan.seconds:.0f}",
         "keys in Redis before and after": f"{report.keys_before}, {report.keys_after}",
     }
     for name, value in rows.items():
@@ -72,7 +72,7 @@ def tables(report: Report) -> list[Table]:
     waits = Table("tenant", "wait p50", "wait p99", "TTFT p50", "TTFT p99", title="seconds")
     for tenant, values in report.waits.items():
         waits.add_row(tenant, *(f"{value:.2f}" for value in values.values()))
-    memory = Table("MiB", "at first", "at half time", "at last", "highest", "growth a minute, second half")
+    memory = Table("MiB", "first", "halfway", "last", "highest", "growth per minute, second half")
     for name in ("worker", "engine", "redis", "redis_data", "subscribers"):
         series = [getattr(sample, name) for sample in report.samples]
         if series:
@@ -86,7 +86,7 @@ def _share(report: Report) -> float:
 
 
 def _listening(report: Report) -> float:
-    """In the first nine tenths: after these, fewer requests are left than there are subscribers."""
+    """Return the median of the first nine tenths: later there are fewer requests than subscribers."""
     return statistics.median([s.listening for s in report.samples if s.seconds < 0.9 * report.seconds] or [0])
 
 

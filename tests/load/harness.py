@@ -1,4 +1,4 @@
-"""A worker under more load than it can serve for minutes, on an engine that only sleeps, and what that costs."""
+"""The cost of a worker under more load than it can serve for minutes, on an engine that only sleeps."""
 
 import json
 import random
@@ -24,12 +24,12 @@ TESTS = Path(__file__).parents[1]
 SAMPLE_SECONDS = 2.0
 ONE_TOKEN_REQUESTS = 1000
 GROWTH_MIB_A_MINUTE = 1.0
-"""Most that a process may grow by in the second half of the run."""
+"""The limit for the growth of a process in the second half of the run."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is sent, and how fast the engine is."""
+    """The load, and the speed of the engine."""
 
     requests: int = 10_000
     tokens: int = 50
@@ -37,19 +37,19 @@ class Plan:
     step_seconds: float = 0.075
     slots: int = 64
     light_share: float = 0.02
-    """Of the requests, the light tenant's: one now and then, while all of the heavy one's wait from the start."""
+    """The light tenant's share of the requests, sent one by one; the heavy tenant's all wait from the start."""
     ttl_seconds: int = 60
     seed: int = 1
 
     @property
     def seconds(self) -> float:
-        """How long the engine sleeps for all this; everything else comes on top."""
+        """How long the engine sleeps for all requests; the run takes longer than this."""
         return self.requests * self.tokens / self.slots * self.step_seconds
 
 
 @dataclass
 class Sample:
-    """What was there at one moment; memory in MiB."""
+    """The state at one moment; memory in MiB."""
 
     seconds: float
     worker: float
@@ -60,12 +60,12 @@ class Sample:
     keys: int
     queued: int
     listening: int
-    """Connections that wait in a blocking read: the subscribers, but for those that have just been given something."""
+    """Connections in a blocking read: all subscribers except those that have just received an entry."""
 
 
 @dataclass
 class Report:
-    """All that was measured."""
+    """All measurements."""
 
     plan: Plan
     seconds: float = 0.0
@@ -74,7 +74,7 @@ class Report:
     """Seconds of processor time by process, while the load ran."""
     publish: dict[str, float] = field(default_factory=dict)
     worker_us_a_request: float = 0.0
-    """Of a request of one token."""
+    """For a request of one token."""
     waits: dict[str, dict[str, float]] = field(default_factory=dict)
     """Tenant -> p50 and p99 of the wait in the queue and of the time to the first token, in seconds."""
     samples: list[Sample] = field(default_factory=list)
@@ -88,12 +88,12 @@ class Report:
 
     @property
     def worker_us_a_chunk(self) -> float:
-        """What is left when each request's own cost is taken off."""
+        """The worker's processor time per chunk, without the cost of each request."""
         of_requests = self.plan.requests * self.worker_us_a_request
         return (self.cpu["worker"] * 1e6 - of_requests) / self.chunks
 
     def growth(self, name: str) -> float:
-        """MiB a minute in the second half of the run: the slope of a straight line through the samples."""
+        """Return MiB per minute in the second half of the run: the slope of a straight line through the samples."""
         half = [s for s in self.samples if s.seconds > self.seconds / 2]
         if len(half) < 3:
             return 0.0
@@ -102,9 +102,9 @@ class Report:
 
 class Harness:
     """Args:
-    service: without a worker; the harness starts one of its own kind.
-    folder: for files of this run.
-    set_variable: of the environment that the processes inherit.
+    service: has no worker; the harness starts its own.
+    folder: folder for the files of this run.
+    set_variable: sets an environment variable for the processes.
     """
 
     def __init__(self, service: Service, plan: Plan, folder: Path, set_variable: Callable[[str, str], None]) -> None:
@@ -145,7 +145,7 @@ class Harness:
         return self.report
 
     def _measure_requests(self, client: Client, worker: WorkerProcess) -> None:
-        """What a request costs beside its chunks, after as many that warm everything up."""
+        """Measure the cost of requests with one chunk, after as many requests for warm-up."""
         for measured in (False, True):
             before = cpu_seconds(worker.process.pid)
             count = min(ONE_TOKEN_REQUESTS, self._plan.requests)
@@ -180,7 +180,7 @@ class Harness:
             subscribers.kill()
             subscribers.wait()
         self.report.seconds = time.monotonic() - started
-        assert subscribers.returncode == 0, "the subscribers failed; what happened stands above"
+        assert subscribers.returncode == 0, "the subscribers failed; see their error above"
         cpu |= {name: cpu_seconds(pid) for name, pid in pids.items() if _lives(pid)}
         self.report.cpu = {name: round(cpu[name] - before[name], 2) for name in pids}
         self._read_account()
@@ -211,7 +211,7 @@ class Harness:
         return max(1, round(self._plan.requests * self._plan.light_share))
 
     def _send_light(self, client: Client, subscribers: "subprocess.Popen[str]") -> None:
-        """Evenly over nine tenths of the time that the engine needs."""
+        """Send requests evenly over nine tenths of the time that the engine needs."""
         for _ in range(self._num_light):
             sent_at = time.time()
             [request_id] = client.submit_many([self._request("light")])
@@ -269,30 +269,30 @@ class Harness:
             }
 
     def _forget_requests(self) -> None:
-        """Nothing but what always lies there is left of the first requests."""
+        """Delete the streams and results of the first requests, and count the keys that stay."""
         self._service.wait_settled()
         for key in self._transient():
             self._service.client.delete(key)
         self.report.keys_before = self._num_keys()
 
     def _transient(self) -> list[bytes]:
-        """Streams and results."""
+        """Return the keys of streams and results."""
         client = self._service.client
         patterns = ("headrace:stream:*", "celery-task-meta-*")
         return [key for pattern in patterns for key in client.scan_iter(pattern, 5000)]
 
     def _num_keys(self) -> int:
-        """All but the marks of ended streams, which go an hour after these."""
+        """Count all keys except the marks of ended streams, which expire an hour after their streams."""
         client = self._service.client
         return int(client.dbsize()) - sum(1 for _ in client.scan_iter("headrace:ended:*", 5000))
 
     def _check_keys(self) -> None:
-        """Every stream and result that is left goes when its time is over; all else was there before."""
+        """Check that all streams and results expire, and count the keys that stay."""
         self._service.wait_settled()
         client = self._service.client
         left = 0
         for key in self._transient():
-            seconds = client.ttl(key)  # -1 where it has no expiry, -2 where it has just gone
+            seconds = client.ttl(key)  # -1 if it has no expiry, -2 if it has just expired
             left += seconds == -1 or seconds > self._plan.ttl_seconds
             client.delete(key)
         if left:
@@ -303,7 +303,7 @@ class Harness:
         report = self.report
         if report.keys_after > report.keys_before:
             report.problems.append(f"{report.keys_before} keys before, {report.keys_after} after")
-        if report.seconds > 120:  # before, the memory that everything needs once is most of it
+        if report.seconds > 120:  # in a shorter run most of the growth is memory that is allocated once
             report.problems += [
                 f"memory of {name} grows by {report.growth(name):.2f} MiB a minute, more than {GROWTH_MIB_A_MINUTE:g}"
                 for name in ("worker", "engine", "subscribers", "redis_data")

@@ -1,11 +1,11 @@
-"""For how long hostile but allowed requests keep a worker's event loop from its leases, streams and probes.
+"""For how long hostile but valid requests keep a worker's event loop from its leases, streams and probes.
 
     cd tests && python -m load.loop_silence [case ...] [--model FOLDER] [--workers N]
 
-A real worker on a real server. For each case: the longest turn of the loop, leases lost, the worst answer of
-/health/live, and how long a small request of another tenant took meanwhile. `PROBE` measures the turns, whatever code
-the worker runs: their length, and the processor time that the loop's thread took in them. The rest of a turn it waited,
-for Redis or for a processor.
+Runs a real worker on a real server. For each case it prints the longest turn of the loop, the number of lost leases,
+the slowest answer of /health/live, and the latency of small requests of another tenant. `PROBE` measures each turn in
+the worker: its length, and the processor time of the loop's thread. In the rest of a turn the thread waits for Redis or
+for a processor.
 """
 
 import argparse
@@ -146,7 +146,7 @@ CASES: dict[str, Callable[[], Iterator[Any]]] = {
 
 
 class Probes:
-    """Asks /health/live and sends small requests of a tenant of their own, until it is stopped."""
+    """Call /health/live and send small requests of another tenant, while the context is entered."""
 
     def __init__(self, service: Service, workers: list[WorkerProcess]) -> None:
         self._service = service

@@ -1,4 +1,4 @@
-"""What a process has used: processor time and memory, as the kernel counts them."""
+"""Processor time and memory of a process, as the kernel counts them."""
 
 import os
 from pathlib import Path
@@ -7,13 +7,13 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of all its threads so far."""
+    """Return the user and system time of all its threads so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def resident_mib(pid: int) -> float:
-    """Memory that it holds now."""
+    """Return its resident memory now."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / 1024

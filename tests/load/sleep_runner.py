@@ -1,4 +1,4 @@
-"""A runner that computes nothing: a step lasts as long as `LOAD_STEP_SECONDS` says, and costs no processor time."""
+"""A runner that computes nothing: a step sleeps for `LOAD_STEP_SECONDS`, and takes no processor time."""
 
 import os
 import time
@@ -7,17 +7,17 @@ from headrace_engine.config import EngineConfig
 from headrace_engine.runner.contracts import KVSpec, ModelInfo, RunnerCapabilities, StepBatch, StepOutput
 
 IMPORT_PATH = "load.sleep_runner:create_runner"
-_TOKENS = range(40, 140)  # of the tests' tokenizer: each is some text
+_TOKENS = range(40, 140)  # tokens of the tests' tokenizer that decode to text
 
 
 class SleepRunner:
-    """Implements `ModelRunner`. The tokens of a request are those of `_TOKENS`, over and over."""
+    """Implements `ModelRunner`. Each request gets the tokens of `_TOKENS` in turn."""
 
     def __init__(self, step_seconds: float, max_model_len: int) -> None:
         self._step_seconds = step_seconds
         self._max_model_len = max_model_len
         self._missing: dict[str, int] = {}
-        """Tokens of a request that are known and not computed yet."""
+        """Request id -> number of its known tokens that are not computed yet."""
         self._num_drawn: dict[str, int] = {}
 
     def load_model(self) -> ModelInfo:
@@ -62,5 +62,5 @@ class SleepRunner:
 
 
 def create_runner(config: EngineConfig) -> SleepRunner:
-    """What the engine process imports."""
+    """Return the runner; the engine process imports this function."""
     return SleepRunner(float(os.environ["LOAD_STEP_SECONDS"]), config.model.max_model_len or 2048)

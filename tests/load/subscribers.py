@@ -1,8 +1,8 @@
-"""Many live subscribers in one process, each on a connection of its own; says at the end when each got what.
+"""Many live subscribers in one process, each with its own connection. At the end it writes when each received what.
 
-Reads lines `<request id> <0|1>` from stdin. Requests marked 1 are followed at once; for the others there are as many
-subscribers as argv[2] says, each of which takes the next request when its own has ended. Redis's URL is argv[1], and
-the account goes to the file argv[3] as {request id: [start, first chunk, end, tokens, error]}, times in unix seconds.
+Reads lines `<request id> <0|1>` from stdin. A request marked 1 gets a subscriber of its own at once. The others are
+divided among argv[2] subscribers, each of which takes the next request when its last one has ended. argv[1] is Redis's
+URL. The file argv[3] gets {request id: [start, first chunk, end, tokens, error]}, with times in unix seconds.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from headrace_broker.errors import StreamExpiredError
 from headrace_broker.events import ChunkEvent, EndEvent
 from headrace_broker.subscriber import read_stream_async
 
-MOST_FAILURES = 100
-"""Lost connections in the life of one stream, half a second apart, after which there is no server any more."""
+MAX_FAILURES = 100
+"""The most connections that a subscriber may lose during one stream, half a second apart."""
 
 Times = list[float | int | str | None]
 
 
 async def follow(url: str, request_ids: "asyncio.Queue[str | None]", account: dict[str, Times]) -> None:
-    """One subscriber."""
+    """Follow one stream after another, as one subscriber."""
     client = connect_async(url)
     while (request_id := await request_ids.get()) is not None:
         started = first = None
@@ -47,9 +47,9 @@ async def follow(url: str, request_ids: "asyncio.Queue[str | None]", account: di
             except StreamExpiredError:
                 account[request_id] = [started, first, time.time(), tokens, "stream_expired"]
             except (redis.ConnectionError, redis.TimeoutError):
-                # on a machine that is too busy to read in time: it comes back where it was
+                # the machine was too busy to read in time: read on after the last entry
                 num_failures += 1
-                if num_failures > MOST_FAILURES:
+                if num_failures > MAX_FAILURES:
                     raise
                 await asyncio.sleep(0.5)
     await client.aclose()

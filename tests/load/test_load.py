@@ -1,4 +1,4 @@
-"""A short cut of `make load`: nothing is measured that a slow machine could change."""
+"""A short form of `make load` that checks nothing that depends on the machine's speed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""`headrace worker`, but its engine sleeps, and it says at its end what the publishing of chunks cost.
+"""`headrace worker` with an engine that sleeps. At its end it writes what publishing chunks cost.
 
-The processor time of every call that writes chunks to Redis, with packing the call, sending it and reading the reply,
-goes into the file that `LOAD_PUBLISH_FILE` names.
+The file `LOAD_PUBLISH_FILE` gets the processor time of all calls that write chunks to Redis: packing the call, sending
+it and reading the reply.
 """
 
 import json
@@ -18,7 +18,7 @@ from load.sleep_runner import IMPORT_PATH
 
 
 class SleepingSettings(WorkerSettings):
-    """An operator's settings, with another runner."""
+    """The settings of a worker whose engine sleeps."""
 
     def engine_config(self) -> EngineConfig:
         config = super().engine_config()
@@ -27,7 +27,7 @@ class SleepingSettings(WorkerSettings):
 
 
 class Meter:
-    """Stands between the worker and `StreamWriter.publish`."""
+    """Measures the calls of `StreamWriter.publish`."""
 
     def __init__(self) -> None:
         self.cpu_seconds = 0.0

@@ -92,7 +92,7 @@ def test_generate_refuses_a_wrong_parameter_before_anything_is_sent(
     assert redis_client.llen(queue_name(MODEL)) == 0
 
 
-def test_status_tells_pending_from_running_from_finished(redis_client: "redis.Redis", redis_url: str) -> None:
+def test_status_distinguishes_pending_running_and_finished(redis_client: "redis.Redis", redis_url: str) -> None:
     writer = StreamWriter(redis_client, 60)
     assert "pending" in run(status, "r1", redis_url=redis_url).output
     attempt = writer.claim("r1", "test").attempt
@@ -111,10 +111,10 @@ def test_cancel_ends_a_request_once(redis_client: "redis.Redis", redis_url: str)
     StreamWriter(redis_client, 60).claim("r3", "test")
     StreamWriter(redis_client, 60).publish([StreamWrite.end("r3", 1, 0, finish_reason="stop")])
     late = run(cancel, "r3", redis_url=redis_url)
-    assert (late.exit_code, late.output) == (1, "it had ended already\n")
+    assert (late.exit_code, late.output) == (1, "the request has already ended\n")
 
 
-def test_cancel_knows_a_request_wherever_it_waits(redis_client: "redis.Redis", redis_url: str) -> None:
+def test_cancel_finds_delayed_held_sorted_and_unsorted_requests(redis_client: "redis.Redis", redis_url: str) -> None:
     register_model(redis_client, MODEL, max_model_len=64, worker="test", seen=0.0)
     leases, lists = Leases(redis_client, lease_seconds=60, delivery_limit=5), queue_lists(queue_name(MODEL))
     with Client(redis_url, model=MODEL) as client:
@@ -124,7 +124,7 @@ def test_cancel_knows_a_request_wherever_it_waits(redis_client: "redis.Redis", r
         leases.postpone(delayed.lease_id, 3000)
         client.submit("x", request_id="sorted", priority=9)
         leases.sort(lists)
-        for number in range(300):  # more than one look takes in
+        for number in range(300):  # more than one scan reads
             client.submit("x", request_id=f"before-{number}")
         client.submit("x", request_id="unsorted")
     for request_id in ("delayed", "held", "sorted", "unsorted"):
@@ -133,17 +133,17 @@ def test_cancel_knows_a_request_wherever_it_waits(redis_client: "redis.Redis", r
         assert "finished (cancelled)" in run(status, request_id, redis_url=redis_url).output
 
 
-def test_cancel_says_that_it_knows_no_such_request(redis_client: "redis.Redis", redis_url: str) -> None:
+def test_cancel_reports_an_unknown_request(redis_client: "redis.Redis", redis_url: str) -> None:
     for _ in range(2):
         outcome = run(cancel, "nosuch", redis_url=redis_url)
         assert outcome.exit_code == 1
-        assert "no request nosuch is known" in outcome.output
+        assert "request nosuch is unknown" in outcome.output
     machine = run(cancel, "nosuch", "--json", redis_url=redis_url)
     assert (machine.exit_code, json.loads(machine.output)["known"]) == (1, False)
     assert redis_client.dbsize() == 0
 
 
-def test_a_user_who_may_not_read_messages_can_cancel_all_the_same(redis_client: "redis.Redis", redis_url: str) -> None:
+def test_a_user_without_access_to_messages_can_still_cancel(redis_client: "redis.Redis", redis_url: str) -> None:
     redis_client.acl_setuser(
         "narrow",
         enabled=True,

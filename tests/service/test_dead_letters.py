@@ -1,4 +1,4 @@
-"""Dead letters from the client and on the command line, against a real server."""
+"""Dead letters through the client and the command line, against a real server."""
 
 import json
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ def client(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> Iterato
         yield client
 
 
-def bury(client: Client, redis_client: "redis.Redis", *request_ids: str, reason: str = "poison: killed") -> None:
-    """As a worker does: the message is dead, its stream has ended, its result is stored."""
+def dead_letter(client: Client, redis_client: "redis.Redis", *request_ids: str, reason: str = "poison: killed") -> None:
+    """Dead-letter requests as a worker does: end their streams, and store their results."""
     leases = Leases(redis_client, lease_seconds=60, delivery_limit=5)
     for request_id in request_ids:
         client.submit("the wheel Zanzibar", request_id=request_id)
@@ -44,7 +44,7 @@ def run(server: EmbeddedServer, *arguments: str) -> Result:
 
 
 def test_a_requeued_letter_is_a_new_request_under_its_old_id(client: Client, redis_client: "redis.Redis") -> None:
-    bury(client, redis_client, "a", "b")
+    dead_letter(client, redis_client, "a", "b")
     newest, oldest = client.dead_letters()
     assert [letter.request_id for letter in client.requeue_dead_letters([newest, oldest])] == ["a", "b"]
     assert client.requeue_dead_letters([newest]) == []
@@ -55,17 +55,17 @@ def test_a_requeued_letter_is_a_new_request_under_its_old_id(client: Client, red
     assert [(message.body, message.deliveries) for message in messages] == [(oldest.body, 1), (newest.body, 1)]
 
 
-def test_a_requeued_letter_has_as_long_to_find_a_listener_as_a_new_request(
+def test_a_requeued_letter_is_abandoned_no_earlier_than_a_new_request(
     client: Client, redis_client: "redis.Redis"
 ) -> None:
-    bury(client, redis_client, "a")
-    redis_client.set(listener_key("a"), "30", ex=100)  # nobody has listened for almost a day
+    dead_letter(client, redis_client, "a")
+    redis_client.set(listener_key("a"), "30", ex=100)  # no subscriber's heartbeat for almost a day
     client.requeue_dead_letters(client.dead_letters())
     assert Listeners(redis_client).silence({"a": 30.0})["a"] < 30
 
 
 @pytest.mark.parametrize("is_taken", [True, False])
-def test_a_copy_of_a_message_that_is_alive_is_not_requeued_and_its_stream_stays(
+def test_a_copy_of_a_queued_or_running_message_is_not_requeued_and_its_stream_stays(
     client: Client, redis_client: "redis.Redis", is_taken: bool
 ) -> None:
     lists = queue_lists(queue_name(MODEL))
@@ -84,8 +84,10 @@ def test_a_copy_of_a_message_that_is_alive_is_not_requeued_and_its_stream_stays(
     assert client.status("a").state == "running"
 
 
-def test_a_letter_whose_stream_is_another_messages_is_not_requeued(client: Client, redis_client: "redis.Redis") -> None:
-    bury(client, redis_client, "a")
+def test_a_letter_with_the_stream_of_another_message_is_not_requeued(
+    client: Client, redis_client: "redis.Redis"
+) -> None:
+    dead_letter(client, redis_client, "a")
     redis_client.delete(stream_key("a"))
     error = ErrorInfo("dead_letter", "x")
     StreamWriter(redis_client, 60).end_unclaimed("a", "error", error, "the digest of another message")
@@ -111,7 +113,7 @@ def test_a_copy_of_a_message_that_was_served_is_not_requeued(client: Client, red
 
 
 def test_purged_letters_are_gone_and_the_others_stay(client: Client, redis_client: "redis.Redis") -> None:
-    bury(client, redis_client, "a", "b", "c")
+    dead_letter(client, redis_client, "a", "b", "c")
     c, b, a = client.dead_letters()
     assert client.purge_dead_letters([b, b]) == 1
     assert [letter.request_id for letter in client.dead_letters()] == ["c", "a"]
@@ -121,8 +123,8 @@ def test_purged_letters_are_gone_and_the_others_stay(client: Client, redis_clien
 def test_the_command_line_lists_and_inspects_without_the_prompt(
     client: Client, redis_client: "redis.Redis", redis_server: EmbeddedServer
 ) -> None:
-    bury(client, redis_client, "a")
-    bury(client, redis_client, "b", reason="rejected")
+    dead_letter(client, redis_client, "a")
+    dead_letter(client, redis_client, "b", reason="rejected")
     listed = run(redis_server, "list", "--json")
     assert [letter["request_id"] for letter in json.loads(listed.stdout)] == ["b", "a"]
     assert run(redis_server, "list", "--reason", "poison").stdout.count("\n") == 1
@@ -134,14 +136,14 @@ def test_the_command_line_lists_and_inspects_without_the_prompt(
     assert run(redis_server, "inspect", "z").exit_code == 1
 
 
-def test_the_command_line_requeues_and_purges_what_is_chosen(
+def test_the_command_line_requeues_and_purges_the_selected_letters(
     client: Client, redis_client: "redis.Redis", redis_server: EmbeddedServer
 ) -> None:
-    bury(client, redis_client, "a", "b")
-    bury(client, redis_client, "c", reason="rejected")
+    dead_letter(client, redis_client, "a", "b")
+    dead_letter(client, redis_client, "c", reason="rejected")
     assert run(redis_server, "purge").exit_code == 2
     assert run(redis_server, "requeue", "a", "--all").exit_code == 2
-    assert run(redis_server, "requeue", "a").stdout == "1 sent again\n"
+    assert run(redis_server, "requeue", "a").stdout == "1 requeued\n"
     assert run(redis_server, "purge", "--all", "--reason", "rejected", "--json").stdout == '{"purged": 1}\n'
     [letter] = client.dead_letters()
     assert run(redis_server, "purge", letter.letter_id).stdout == "1 deleted\n"

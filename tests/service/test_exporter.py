@@ -1,4 +1,4 @@
-"""The stand-alone exporter against a real server: no worker lives in any of these tests."""
+"""The stand-alone exporter against a real server, without a worker."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ def names(exporter: Exporter) -> set[str]:
     return {family.name for family in text_string_to_metric_families(exporter.exposition.exposition().decode())}
 
 
-def test_the_queues_of_every_registered_model_are_shown_without_any_worker(
+def test_the_queues_of_every_registered_model_are_exported_without_a_worker(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", exporter: Exporter
 ) -> None:
     register_model(redis_client, "one", max_model_len=100, worker="gone", seen=1234.0)
@@ -74,7 +74,7 @@ def test_the_queues_of_every_registered_model_are_shown_without_any_worker(
     assert value(exporter, "headrace_redis_persistence_ok") == 1
 
 
-def test_a_server_that_may_drop_keys_is_warned_of_once_and_shown(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_may_evict_keys_is_logged_once_and_exported(caplog: pytest.LogCaptureFixture) -> None:
     with make_server() as server, connect(server.url) as client:
         exporter = Exporter(client, port=0)
         exporter.poll()
@@ -88,14 +88,14 @@ def test_a_server_that_may_drop_keys_is_warned_of_once_and_shown(caplog: pytest.
         assert "set it to noeviction" in caplog.text
 
 
-def test_a_model_that_nobody_has_served_yet_can_be_named(redis_client: "redis.Redis") -> None:
+def test_a_model_that_no_worker_has_served_yet_can_be_given(redis_client: "redis.Redis") -> None:
     exporter = Exporter(redis_client, models=["new"], port=0)
     exporter.poll()
     assert value(exporter, "headrace_queue_messages", model="new", state="ready") == 0
     assert value(exporter, "headrace_model_last_seen_timestamp_seconds", model="new") == 0
 
 
-def test_while_redis_is_away_no_level_is_shown_and_afterwards_they_are_back() -> None:
+def test_no_levels_are_exported_while_redis_is_unavailable() -> None:
     with make_server() as server, connect(server.url) as client:
         exporter = Exporter(client, models=["one"], port=0)
         exporter.poll()
@@ -111,13 +111,13 @@ def test_while_redis_is_away_no_level_is_shown_and_afterwards_they_are_back() ->
         assert value(exporter, "headrace_queue_messages", model="one", state="ready") == 0
 
 
-def test_ten_models_cost_a_scrape_under_half_the_calls_of_the_standard_writer(redis_client: "redis.Redis") -> None:
+def test_a_scrape_of_ten_models_makes_under_half_the_calls_of_the_standard_writer(redis_client: "redis.Redis") -> None:
     exporter = Exporter(redis_client, models=[f"model-{number}" for number in range(10)], port=0)
     exporter.poll()
     assert calls_by_the_standard_writer(exporter.exposition, ExpositionFormat.TEXT) < 0.5
 
 
-def test_the_number_of_series_is_bounded_however_many_models_were_ever_served(
+def test_the_number_of_series_is_bounded_for_any_number_of_registered_models(
     redis_client: "redis.Redis", exporter: Exporter
 ) -> None:
     for number in range(MAX_MODELS + 5):
@@ -126,7 +126,7 @@ def test_the_number_of_series_is_bounded_however_many_models_were_ever_served(
     assert value(exporter, "headrace_exporter_models_left_out") == 5
     assert value(exporter, "headrace_queue_messages", model=f"model-{MAX_MODELS + 4}", state="ready") == 0
     text = exporter.exposition.exposition().decode()
-    assert 'model="model-4"' not in text  # the longest unseen are left out
+    assert 'model="model-4"' not in text  # the models last seen longest ago are left out
     # 3 states, 4 priorities, 10 reasons, age, run-out leases, last seen, blocked: what docs/monitoring.md states
     assert sum('model="' in line for line in text.splitlines()) == 21 * MAX_MODELS
 

@@ -1,4 +1,4 @@
-"""`headrace queue` against a real server: what it shows, and what becomes of those who wait for what it deletes."""
+"""`headrace queue` against a real server: what it lists, and what the clients of purged requests get."""
 
 import json
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def leases(redis_client: "redis.Redis") -> Leases:
 
 
 def fill(client: Client, leases: Leases) -> None:
-    """One runs, one is delayed, four wait sorted and two unsorted."""
+    """Make one running request, one delayed, four sorted and two unsorted ones."""
     for request_id in ("running", "delayed"):
         client.submit("x", request_id=request_id, tenant="acme")
     running, delayed = leases.fetch(LISTS, 2)
@@ -76,7 +76,7 @@ def test_a_queue_is_listed_by_priority_and_tenant(
     assert "acme: 2" in plain
 
 
-def test_a_purge_ends_what_no_worker_holds_and_tells_its_waiters(
+def test_a_purge_cancels_the_requests_that_no_worker_runs_and_tells_their_clients(
     client: Client, leases: Leases, redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     fill(client, leases)
@@ -94,17 +94,17 @@ def test_a_purge_ends_what_no_worker_holds_and_tells_its_waiters(
     assert redis_client.exists(DEAD_LETTERS_KEY) == 0
 
 
-def test_a_purge_asks_first(client: Client, leases: Leases, redis_server: EmbeddedServer) -> None:
+def test_a_purge_asks_for_confirmation(client: Client, leases: Leases, redis_server: EmbeddedServer) -> None:
     fill(client, leases)
     refused = run(redis_server, "purge", MODEL, answer="n\n")
     assert (refused.exit_code, shown(redis_server)["waiting"]) == (1, 6)
-    assert "Delete 7 request(s) of m" in refused.output
+    assert "Delete 7 waiting or delayed request(s) of m?" in refused.output
     agreed = run(redis_server, "purge", MODEL, answer="y\n")
     assert agreed.exit_code == 0
     assert "7 purged, 1 of them delayed" in agreed.output
 
 
-def test_the_queue_of_a_model_that_nobody_knows_is_not_purged(redis_server: EmbeddedServer) -> None:
+def test_the_queue_of_an_unknown_model_is_not_purged(redis_server: EmbeddedServer) -> None:
     outcome = run(redis_server, "purge", "nosuch", "--yes")
     assert outcome.exit_code == 1
     assert "no worker has ever served a model 'nosuch' here" in outcome.output
@@ -120,7 +120,7 @@ def test_a_json_producer_can_read_that_its_request_was_purged(
     assert (stored["status"], stored["result"]["error"]["code"]) == ("SUCCESS", "cancelled")
 
 
-def test_a_message_that_cannot_be_read_is_purged_too(
+def test_an_unreadable_message_is_purged_too(
     client: Client, redis_client: "redis.Redis", redis_server: EmbeddedServer
 ) -> None:
     redis_client.lpush(LISTS[0], b"\xff", "{}", "[]", '{"headers": {"id": 7}}', '{"headers": {"id": ""}}')
@@ -133,7 +133,7 @@ def test_a_purge_ends_no_request_of_another_queue(
 ) -> None:
     client.submit("x", request_id="theirs", model="other")
     leases.sort(queue_lists(queue_name("other")))
-    headers = {"id": "theirs", "task": "headrace.generate", "padding": "x" * 300_000}  # more than the scripts look at
+    headers = {"id": "theirs", "task": "headrace.generate", "padding": "x" * 300_000}  # more than the scripts read
     redis_client.lpush(LISTS[0], json.dumps({"headers": headers, "properties": {"delivery_info": {}}, "body": ""}))
     assert client.purge_queue().waiting == 1
     assert client.status("theirs").state == "pending"
@@ -142,7 +142,7 @@ def test_a_purge_ends_no_request_of_another_queue(
     assert shown(redis_server)["waiting"] == 0
 
 
-def test_a_purge_tells_of_a_message_that_is_too_large(client: Client, redis_client: "redis.Redis") -> None:
+def test_a_purge_reports_a_message_that_is_too_large(client: Client, redis_client: "redis.Redis") -> None:
     client.submit("x", request_id="large")
     envelope = json.loads(redis_client.lpop(LISTS[0]))
     redis_client.lpush(LISTS[0], json.dumps({**envelope, "body": "x" * (8 << 20)}))
@@ -152,7 +152,7 @@ def test_a_purge_tells_of_a_message_that_is_too_large(client: Client, redis_clie
         client.result("large", timeout=5)
 
 
-def test_a_queue_that_cannot_be_served_is_said_so(
+def test_a_queue_that_cannot_be_served_is_listed_with_its_problem(
     client: Client, leases: Leases, redis_client: "redis.Redis", redis_server: EmbeddedServer
 ) -> None:
     fill(client, leases)

@@ -1,4 +1,4 @@
-"""The load of a watched demo, on a real server without a worker."""
+"""The load of `headrace demo --watch`, on a real server without a worker."""
 
 import json
 
@@ -13,7 +13,7 @@ from headrace_workers.steady_load import TENANTS, SteadyLoad
 
 
 @pytest.fixture
-def said() -> list[str]:
+def reported() -> list[str]:
     return []
 
 
@@ -23,13 +23,15 @@ def pauses() -> list[float]:
 
 
 @pytest.fixture
-def load(redis_server: EmbeddedServer, redis_client: "redis.Redis", said: list[str], pauses: list[float]) -> SteadyLoad:
+def load(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", reported: list[str], pauses: list[float]
+) -> SteadyLoad:
     register_model(redis_client, "tiny", max_model_len=100, worker="w", seen=1.0)
-    return SteadyLoad(redis_server.url, "tiny", ["why?"], said.append, sleep=pauses.append)
+    return SteadyLoad(redis_server.url, "tiny", ["why?"], reported.append, sleep=pauses.append)
 
 
 def test_requests_of_several_tenants_and_priorities_are_sent_with_a_deadline(
-    load: SteadyLoad, redis_client: "redis.Redis", pauses: list[float], said: list[str]
+    load: SteadyLoad, redis_client: "redis.Redis", pauses: list[float], reported: list[str]
 ) -> None:
     load.run(stopped=lambda: len(pauses) == 12)
     found = [json.loads(raw) for key in queue_lists(queue_name("tiny")) for raw in redis_client.lrange(key, 0, -1)]
@@ -38,20 +40,20 @@ def test_requests_of_several_tenants_and_priorities_are_sent_with_a_deadline(
     assert {message["properties"]["priority"] for message in found} == {0, 3, 6, 9}
     assert all(message["headers"]["expires"] for message in found)
     assert all(0 < seconds < 10 for seconds in pauses)
-    assert said == []
+    assert reported == []
 
 
-def test_a_redis_that_is_away_is_said_and_does_not_end_the_load(
-    load: SteadyLoad, redis_server: EmbeddedServer, pauses: list[float], said: list[str]
+def test_an_unavailable_redis_is_reported_and_does_not_end_the_load(
+    load: SteadyLoad, redis_server: EmbeddedServer, pauses: list[float], reported: list[str]
 ) -> None:
     redis_server.kill()
     try:
         load.run(stopped=lambda: len(pauses) == 2)
     finally:
         redis_server.start()
-    assert len(said) == 2
+    assert len(reported) == 2
 
 
-def test_requests_can_be_sent_one_lot_at_a_time(load: SteadyLoad, redis_server: EmbeddedServer) -> None:
+def test_one_batch_of_requests_can_be_sent_without_a_loop(load: SteadyLoad, redis_server: EmbeddedServer) -> None:
     with Client(redis_server.url, model="tiny") as client:
         assert 1 <= len(load.send(client)) <= 4

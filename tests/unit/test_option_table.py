@@ -1,4 +1,4 @@
-"""An option of the engine is declared once: settings, flags, the reference, the chart and vLLM's options follow."""
+"""An engine option is declared once; settings, flags, the reference, the chart and vLLM's options agree with it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NOT_FOR_VLLM = {
 
 
 def sample(option: Option) -> tuple[str, object]:
-    """A text that is not the default, and its value."""
+    """Return a text that is not the default, and its value."""
     if option.metavar in ("JSON", "N,N", "PATHS", "SIZE"):
         return {
             "JSON": ('{"top_k": 3}', {"top_k": 3}),
@@ -62,7 +62,7 @@ def name_of(option: Option) -> str:
 
 
 def chart_values() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The worker's schema and values, by the names that options have."""
+    """Return the chart's schema and values for the worker, by option name."""
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))["properties"]["worker"]
     values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))["worker"]
     return tuple(  # type: ignore[return-value]
@@ -80,7 +80,7 @@ def test_every_field_that_users_write_is_a_declared_option() -> None:
     assert set(AsyncEngineArgs.__dataclass_fields__) == {*OPTIONS, *RENAMED, "core_in_process"}
 
 
-def test_every_option_of_the_engine_is_a_setting_or_has_a_reason() -> None:
+def test_every_option_of_the_engine_is_a_setting_or_has_a_reason_why_not() -> None:
     settings = {option.name for option in SETTINGS}
     assert {*OPTIONS} - settings == {*NOT_SETTINGS}
     assert all(NOT_SETTINGS.values())
@@ -100,7 +100,7 @@ def test_every_setting_is_a_variable_a_flag_and_a_row_of_the_reference(option: O
 
 
 @pytest.mark.parametrize("option", SETTINGS, ids=name_of)
-def test_the_help_of_the_command_says_what_a_setting_means(option: Option) -> None:
+def test_the_help_of_the_command_has_the_meaning_of_a_setting(option: Option) -> None:
     told = CliRunner().invoke(worker, ["--help"], terminal_width=100).output
     assert "".join(option.help.split()) in "".join(told.split())  # lines end anywhere
 
@@ -117,10 +117,10 @@ def test_the_chart_declares_an_option_as_the_engine_does() -> None:
         assert f"HEADRACE_{name.upper()}," in template
 
 
-def test_settings_that_the_chart_does_not_name_are_given_as_variables() -> None:
+def test_settings_without_a_value_in_the_chart_can_be_set_by_extra_env() -> None:
     schemas, _ = chart_values()
     unnamed = {option.name for option in ENGINES_SETTINGS} - {*schemas} - {"model"}
-    assert unnamed, "then extraEnv has lost its reason"
+    assert unnamed, "extraEnv is not needed any more"
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
     assert "extraEnv" in schema["properties"]["worker"]["properties"]
 
@@ -168,18 +168,18 @@ def test_an_option_beyond_its_limit_is_refused_with_the_same_limit(option: Optio
         ("METRICS_PORT", "65536", "must be an integer of at least 0 and at most 65535, got '65536'"),
         ("STALL_SECONDS", "0", "must be a number above 0, got '0'"),
         ("ENFORCE_EAGER", "maybe", "must be true or false, got 'maybe'"),
-        ("SPECULATIVE_CONFIG", "[1]", "must be a map in JSON, got '[1]'"),
-        ("KV_CACHE_MEMORY", "4 apples", "must be a number of bytes, or one with a unit, as 4GiB, got '4 apples'"),
-        ("DECODE_BUCKETS", "1,x", "must be integers with commas between them, got '1,x'"),
+        ("SPECULATIVE_CONFIG", "[1]", "must be a JSON object, got '[1]'"),
+        ("KV_CACHE_MEMORY", "4 pies", "must be a number of bytes, or a number with a unit such as 4GiB, got '4 pies'"),
+        ("DECODE_BUCKETS", "1,x", "must be integers separated by commas, got '1,x'"),
     ],
 )
-def test_a_wrong_variable_is_named_with_what_it_must_be(variable: str, text: str, sentence: str) -> None:
+def test_an_invalid_variable_is_named_with_what_it_must_be(variable: str, text: str, sentence: str) -> None:
     with pytest.raises(WorkerSettingsError) as refused:
         WorkerSettings.from_env({"HEADRACE_MODEL": "m", f"HEADRACE_{variable}": text})
     assert str(refused.value) == f"HEADRACE_{variable}: {sentence}"
 
 
-def test_all_wrong_variables_are_named_at_once() -> None:
+def test_all_invalid_variables_are_named_at_once() -> None:
     with pytest.raises(WorkerSettingsError) as refused:
         WorkerSettings.from_env({"HEADRACE_MAX_NUM_SEQS": "0", "HEADRACE_TRACING": "2", "HEADRACE_TENANTS": "a,a"})
     assert [problem.partition(":")[0] for problem in str(refused.value).split("; ")] == [
@@ -203,7 +203,7 @@ def test_an_empty_variable_is_not_set() -> None:
     assert WorkerSettings.from_env({"HEADRACE_MODEL": "m", "HEADRACE_MAX_LORAS": ""}).max_loras == 4
 
 
-def test_a_dictionary_of_one_engine_is_not_that_of_the_next() -> None:
+def test_engines_do_not_share_the_default_dictionary() -> None:
     first: Sequence[EngineArgs] = [EngineArgs(model="m"), EngineArgs(model="m")]
     first[0].override_generation_config["top_k"] = 3
     assert first[1].override_generation_config == {}

@@ -1,6 +1,6 @@
-"""`Adapters`: the LoRA adapters that this worker serves, by the names under which messages ask for them.
+"""`Adapters`: the LoRA adapters that this worker serves, by the names that messages use.
 
-A message can name an adapter and nothing else: which folder that is, only the operator says.
+A message can only name an adapter. The operator configures the folder for each name.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class Adapters:
-    """Adapters named one by one, and all those that lie in one folder.
+    """Find adapters by name: those of `modules`, and those in the subfolders of `folder`.
 
-    An adapter whose files were replaced is another one from the next request on; those that run keep what they began
-    with. One that is put into the folder, or taken out, comes and goes without a restart.
+    If the files of an adapter are replaced, new requests use the new weights, and running requests keep the old ones.
+    Adapters can be added to the folder, or removed from it, without a restart.
 
     Raises:
-        WorkerSettingsError: a name cannot be asked for, or a folder does not exist.
+        WorkerSettingsError: a name is invalid, or a folder does not exist.
     """
 
     def __init__(self, modules: Mapping[str, str], folder: str | None = None) -> None:
@@ -45,11 +45,11 @@ class Adapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that the operator named; what lies in the folder is not among them."""
+        """The names in `modules`, without the adapters in the folder."""
         return tuple(self._modules)
 
     def find(self, name: str) -> LoRARequest | None:
-        """The adapter of that name, None where there is none."""
+        """Return the adapter of this name, or None if there is none."""
         folder = self._modules.get(name)
         if folder is None and self._folder is not None and not lora_problems(name):
             folder = self._folder / name
@@ -61,16 +61,16 @@ class Adapters:
         return found
 
     def fingerprint(self, lora: LoRARequest) -> str:
-        """Of the weights of an adapter that `find` has found; read once for each version of its files."""
+        """Return the fingerprint of the weights of an adapter that `find` returned; computed once per file version."""
         return self._fingerprints.get(lora.lora_int_id, "")
 
     def named(self) -> list[LoRARequest]:
-        """Those that the operator named, for loading them at the start."""
+        """Return the adapters in `modules`, to load them at the start."""
         return [self.find(name) or LoRARequest(name, lora_path=str(path)) for name, path in self._modules.items()]
 
 
 def _version(file: Path) -> tuple[int, int] | None:
-    """What changes when a file is written anew."""
+    """Return the time and size of a file, which change when it is rewritten, or None if it cannot be read."""
     try:
         found = file.stat()
     except OSError:

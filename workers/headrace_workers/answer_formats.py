@@ -1,6 +1,6 @@
-"""In which formats a model writes tool calls and reasoning: told by its chat template, or by the operator.
+"""The formats in which a model writes tool calls and reasoning: detected in its chat template, or set by the operator.
 
-Clients that turn an answer's text into tool calls, such as the gateway, find the names in the registry of models.
+Clients that parse tool calls out of an answer's text, such as the gateway, find the names in the registry of models.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from headrace_engine.tokenizer import ModelTokenizer
 from headrace_engine.tokenizer_parts import TokenizerParts
 
 _DEEPSEEK_TAG: Final = "<\uff5ctool\u2581calls\u2581begin\uff5c>"  # with a wide bar and a lower block
-# The format, and texts that stand in the chat templates of its models. The first that fits is taken.
+# A format, and the texts that all chat templates of its models contain. The first match is taken.
 _TOOL_FORMATS: Final[tuple[tuple[str, tuple[str, ...]], ...]] = (
     ("openai", ("<|channel|>",)),
     ("deepseek_v3", (_DEEPSEEK_TAG, "```json")),
@@ -57,17 +57,17 @@ HARMONY: Final = "openai"
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
-    """What the operator says: a format's name, `none`, or `auto`: as the chat template tells."""
+    """The operator's choice: the name of a format, `none`, or `auto` to detect the format in the chat template."""
 
     tool_parser: str = AUTO
     reasoning_parser: str = AUTO
 
     def of(self, parts: TokenizerParts, tokenizer: ModelTokenizer) -> dict[str, Any]:
-        """The keyword arguments of `register_model` for the model with this tokenizer, made of these parts."""
+        """Return the keyword arguments of `register_model` for a model with this tokenizer, made of these parts."""
         template = parts.tool_chat_template or parts.chat_template or ""
-        tool_parser = self._chosen(self.tool_parser, tool_format_of(template))
-        reasoning_parser = self._chosen(self.reasoning_parser, reasoning_format_of(template))
-        if not go_together(tool_parser, reasoning_parser):  # one of them is the template's: the operator's counts
+        tool_parser = self._choose(self.tool_parser, tool_format_of(template))
+        reasoning_parser = self._choose(self.reasoning_parser, reasoning_format_of(template))
+        if not are_compatible(tool_parser, reasoning_parser):  # the operator's choice overrides the template
             if self.tool_parser == AUTO:
                 tool_parser = None
             else:
@@ -88,33 +88,33 @@ class AnswerFormats:
         }
 
     @staticmethod
-    def _chosen(said: str, found: str | None) -> str | None:
-        return found if said == AUTO else None if said == NONE else said
+    def _choose(configured: str, detected: str | None) -> str | None:
+        return detected if configured == AUTO else None if configured == NONE else configured
 
 
-def go_together(tool_parser: str | None, reasoning_parser: str | None) -> bool:
-    """Whether a client can read both: the messages of gpt-oss hold calls and reasoning."""
+def are_compatible(tool_parser: str | None, reasoning_parser: str | None) -> bool:
+    """Return whether a client can use both: the format of gpt-oss holds calls and reasoning in one."""
     return tool_parser != HARMONY or reasoning_parser in (None, HARMONY)
 
 
 def fingerprint_of(parts: TokenizerParts) -> str:
-    """The same for tokenizers that make the same token ids of a text and of a chat."""
+    """Return a digest that is equal for tokenizers that make the same token ids from a text and from a chat."""
     content = repr((parts.tokenizer_json, parts.chat_template, parts.tool_chat_template))
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def tool_format_of(template: str) -> str | None:
-    """The format of the tool calls that this chat template shows; None where it shows none that is known."""
+    """Return the format of tool calls in this chat template, or None if it has no known format."""
     if not reads_variable(template, "tools"):
         return None
     return next((name for name, texts in _TOOL_FORMATS if all(text in template for text in texts)), None)
 
 
 def reasoning_format_of(template: str) -> str | None:
-    """The format of the reasoning that this chat template knows."""
+    """Return the format of reasoning in this chat template, or None if it has no known format."""
     return next((name for name, text in _REASONING_FORMATS if text in template), None)
 
 
 def special_tokens(tokenizer: ModelTokenizer) -> set[str]:
-    """Texts of the tokens that decoding leaves out."""
+    """Return the texts of the tokens that decoding skips."""
     return {token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special}

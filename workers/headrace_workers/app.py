@@ -22,10 +22,10 @@ from headrace_workers.task import GenerateTask
 
 
 def create_app(settings: WorkerSettings) -> Celery:
-    """A Celery application whose worker serves one model.
+    """Return a Celery application whose worker serves one model.
 
     Raises:
-        WorkerSettingsError: the broker's settings are wrong.
+        WorkerSettingsError: the broker's settings are invalid.
     """
     app = make_app(settings.broker(), worker=True, models=settings.served_names)
     app.worker_settings = settings
@@ -35,10 +35,10 @@ def create_app(settings: WorkerSettings) -> Celery:
     app.while_disconnected = time.sleep
     # The engine is this process's child: a forking pool would break it, and tasks take no slot of the pool anyway.
     app.conf.update(worker_pool="solo", worker_concurrency=1, worker_enable_remote_control=True)
-    app.conf.worker_disable_rate_limits = True  # Celery would hold leased messages where nobody sees them
+    app.conf.worker_disable_rate_limits = True  # a limit would hold leased messages in a queue of Celery's
     app.conf.worker_consumer = "headrace_workers.consumer:EngineConsumer"
     app.register_task(GenerateTask())
-    # Celery's own tasks run and publish whatever their arguments name, with this worker's rights and on its thread.
+    # Celery's own tasks run and publish anything that their arguments name, with this worker's rights, on its thread.
     for name in [name for name in app.tasks if name.startswith("celery.")]:
         app.tasks.unregister(name)
     app.steps["worker"].add(EngineStep)
@@ -47,8 +47,8 @@ def create_app(settings: WorkerSettings) -> Celery:
     def configure(*, logfile: str | None = None, colorize: bool | None = None, **_: Any) -> None:
         # Celery's own --logfile and --no-color
         configure_logging(settings.log_level, settings.log_json, file=logfile, colours=colorize is not False)
-        logging.getLogger("celery.app.trace").setLevel(logging.WARNING)  # a line a request, with nothing new in it
-        # transformers writes past the log that it finds no torch: a worker of another engine needs none
+        logging.getLogger("celery.app.trace").setLevel(logging.WARNING)  # it repeats our line of each request
+        # transformers warns on stderr, outside the log, if torch is missing; a worker of another engine needs no torch
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
     setup_logging.connect(configure, weak=False)
@@ -56,7 +56,7 @@ def create_app(settings: WorkerSettings) -> Celery:
 
 
 def __getattr__(name: str) -> Any:
-    """`app` is made from the environment when Celery's command line asks for it, not when this module is imported."""
+    """Make `app` from the environment when Celery's command line asks for it, not when this module is imported."""
     if name in ("app", "celery"):
         try:
             globals()[name] = create_app(WorkerSettings.from_env())

@@ -1,6 +1,6 @@
-"""The demo: a real model, a real queue, a real worker process, eight streams at once, and proof that it fits together.
+"""The demo: eight streams at once from a real model, through a real queue and worker process, with checked results.
 
-Everything runs on this machine and nothing is left behind, except the model in the user's cache.
+Everything runs on this machine. Only the model in the user's cache remains.
 """
 
 import asyncio
@@ -42,12 +42,12 @@ _STREAM_TIMEOUT = 120.0
 
 
 class DemoFailedError(HeadraceWorkerError):
-    """Something that the demo is to show did not hold."""
+    """A check of the demo failed."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """One stream as the demo follows it."""
+    """A question, and its answer as far as it has been streamed."""
 
     question: str
     text: str = ""
@@ -59,7 +59,7 @@ class Answer:
 class Report:
     answers: list[Answer]
     figures: dict[str, float]
-    """Of `stream_timing.summarise`."""
+    """From `stream_timing.summarise`."""
     metrics_url: str
     model: str
     """Served name."""
@@ -67,14 +67,14 @@ class Report:
 
 @dataclass(slots=True)
 class Demo:
-    """Runs the whole service once.
+    """Run the whole service once.
 
     Args:
-        model: model folder; its last part is the name in the queue.
-        progress: told each stage in a sentence.
-        draw: called whenever an answer has grown, with all answers.
-        keep: called when all is shown and the service still runs; returns when it may end.
-        watched: serve metrics on their usual ports, those of an exporter too, so that a Prometheus finds them.
+        model: model folder; its last part is the served name.
+        progress: called with one sentence for each stage.
+        draw: called with all answers after each chunk.
+        keep: called with the report and the URL of Redis after all answers; the service ends when it returns.
+        watched: run an exporter, too, and serve metrics on their usual ports, so that a Prometheus finds them.
     """
 
     model: Path
@@ -84,7 +84,7 @@ class Demo:
     watched: bool = False
 
     def run(self) -> Report:
-        """Raises HeadraceWorkerError or HeadraceBrokerError when anything fails."""
+        """Return the report. Raises HeadraceWorkerError or HeadraceBrokerError if a part fails."""
         with contextlib.ExitStack() as stack:
             log = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-demo-"))) / "worker.log"
             server = stack.enter_context(EmbeddedServer())
@@ -149,7 +149,7 @@ class Demo:
 
 
 def _check_results(redis_url: str, request_ids: Sequence[str], answers: Sequence[Answer]) -> None:
-    """`AsyncResult.get()` must be the stream, put together."""
+    """Raise DemoFailedError if an `AsyncResult.get()` differs from its stream."""
     app = make_app(BrokerSettings(redis_url=redis_url))
     try:
         for request_id, answer in zip(request_ids, answers, strict=True):

@@ -1,4 +1,4 @@
-"""Reads declared options from environment variables `HEADRACE_*`: the text of each becomes a value of its type."""
+"""Read declared options from environment variables `HEADRACE_*`, and parse each text into a value of its type."""
 
 import json
 import re
@@ -18,7 +18,7 @@ def variable_of(option: Option) -> str:
 
 
 def read(options: Iterable[Option], environ: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of the variables that are set and not empty, and one sentence for each wrong one."""
+    """Return the values of the variables that are set and not empty, and one sentence for each invalid one."""
     values: dict[str, Any] = {}
     problems = []
     for option in options:
@@ -39,12 +39,12 @@ def read(options: Iterable[Option], environ: Mapping[str, str]) -> tuple[dict[st
 
 
 def names(text: str) -> list[str]:
-    """Return what stands between the commas."""
+    """Split a text at its commas; leave out empty parts."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _form_of(option: Option) -> tuple[Callable[[str], object], str]:
-    """Return the function that parses the option's text, and what a text that it cannot parse should have been."""
+    """Return the function that parses the option's text, and the error for a text that it cannot parse."""
     if option.metavar in _FORMS:
         return _FORMS[option.metavar]
     if option.kind is bool:
@@ -72,7 +72,7 @@ def _integers(text: str) -> list[int]:
 
 
 def _size(text: str) -> int:
-    """Return bytes. kB is 1000 and KiB is 1024 of them."""
+    """Return a number of bytes. 1kB is 1000 and 1KiB is 1024."""
     found = _SIZE.fullmatch(text)
     if found is None:
         raise ValueError(text)
@@ -81,9 +81,9 @@ def _size(text: str) -> int:
 
 
 _FORMS: Final[dict[str, tuple[Callable[[str], object], str]]] = {
-    "JSON": (_map, "must be a map in JSON"),
-    "N,N": (_integers, "must be integers with commas between them"),
+    "JSON": (_map, "must be a JSON object"),
+    "N,N": (_integers, "must be integers separated by commas"),
     "PATHS": (names, ""),
-    "SIZE": (_size, "must be a number of bytes, or one with a unit, as 4GiB"),
+    "SIZE": (_size, "must be a number of bytes, or a number with a unit such as 4GiB"),
 }
-"""By the metavar of an option."""
+"""Parser and error, by the metavar of an option."""

@@ -1,7 +1,7 @@
-"""`Exporter`: the service's queues and its Redis as metrics, for the time when no worker lives, too.
+"""`Exporter`: metrics of the service's queues and its Redis, also while no worker runs.
 
-A process of its own that holds no engine and no queue. It polls Redis on its own clock, so that a scrape costs nothing
-and a slow Redis delays no scrape.
+The exporter is a process of its own without an engine. It polls Redis at its own interval, so a scrape makes no call
+to Redis, and a slow Redis delays no scrape.
 """
 
 import logging
@@ -25,17 +25,17 @@ from headrace_monitoring.service_levels import ModelLevels, RedisLevels, Service
 logger = logging.getLogger(__name__)
 
 MAX_MODELS = 100
-"""More registered models than this are not shown: each is a set of series."""
+"""The most models with metrics, because each adds a set of series."""
 _STUCK_AFTER_SECONDS = 60.0
 
 
 class Exporter:
-    """Polls until it is stopped.
+    """Poll Redis and serve metrics until it is stopped.
 
     Args:
-        client: Redis, as a user that may read.
-        models: served names to show although no worker has registered them yet.
-        interval_seconds: from one poll to the next.
+        client: Redis; its user needs only read access.
+        models: served names to export before a worker has registered them.
+        interval_seconds: pause between two polls.
     """
 
     def __init__(
@@ -66,34 +66,34 @@ class Exporter:
         )
 
     def run(self) -> None:
-        """Serve and poll until `stop`. Raises HealthAddressError when the address cannot be had."""
+        """Serve and poll until `stop`. Raises HealthAddressError if the address is not available."""
         with self.server:
             logger.info("metrics on %s/metrics", self.server.url)
             self.keep_polling()
 
     def keep_polling(self) -> None:
-        """Poll until `stop`, for whoever has started `server`."""
+        """Poll until `stop`. The caller starts `server`."""
         while not self._stopped.is_set():
             self.poll()
             self._stopped.wait(self._interval)
 
     def stop(self) -> None:
-        """From a signal handler or another thread."""
+        """End the polling, from a signal handler or another thread."""
         self._stopped.set()
 
     def poll(self) -> None:
-        """Read once; what Redis does not answer is said by the metrics."""
+        """Read Redis once. If it does not answer, the metrics say so."""
         started = time.perf_counter()
         try:
             levels = self._read()
         except REDIS_ERRORS as error:
-            if self._up or self._polled_at is None:  # said once, not at every poll of an outage
-                logger.warning("Redis does not answer: %s", error)
+            if self._up or self._polled_at is None:  # once per outage, not at each of its polls
+                logger.warning("Redis became unavailable: %s", error)
             self._up = False
             self.exposition.failed()
         else:
             if not self._up:
-                logger.info("Redis answers; %d model(s)", len(levels.models))
+                logger.info("Redis became available: models=%d", len(levels.models))
             self._up = True
             self.exposition.polled(levels, time.perf_counter() - started)
         self._polled_at = time.monotonic()
@@ -112,7 +112,7 @@ class Exporter:
     def _redis_levels(self) -> RedisLevels:
         info = self._client.info()
         warning = eviction_warning(info)
-        if warning is not None and warning != self._warned:  # at the start, and whenever somebody changes it
+        if warning is not None and warning != self._warned:  # at the start, and after a change of the configuration
             logger.warning("%s", warning)
         self._warned = warning
         good = {"ok", None}

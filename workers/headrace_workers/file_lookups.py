@@ -1,4 +1,4 @@
-"""`FileLookups`: questions to the file system, which may hang for ever, beside the worker's event loop."""
+"""`FileLookups`: file system calls on threads of their own, because a call may hang for ever."""
 
 import logging
 import threading
@@ -8,48 +8,48 @@ from typing import Any, Final
 
 logger = logging.getLogger(__name__)
 
-MOST_LOOKUPS: Final = 8
-"""At once; a thread that a dead mount holds cannot be ended."""
+MAX_LOOKUPS: Final = 8
+"""The most lookups at once, because a thread that hangs on a dead mount cannot be ended."""
 
 
 class FileLookups:
-    """Each question is asked by a thread of its own, and only once at a time."""
+    """Run each lookup on a thread of its own, and only one of each name at a time."""
 
     def __init__(self) -> None:
         self._hub: Any = None
-        self._asked: set[str] = set()
+        self._running: set[str] = set()
 
     def attach(self, hub: Any) -> None:
-        """The event loop, on whose thread answers are given."""
+        """Set the event loop, on whose thread callbacks run."""
         self._hub = hub
 
-    def submit(self, name: str, ask: Callable[[], Any], answer: Callable[[Any], None]) -> bool:
-        """Ask, and call `answer` on the event loop's thread; with None where that fails.
+    def submit(self, name: str, look_up: Callable[[], Any], callback: Callable[[Any], None]) -> bool:
+        """Start a lookup. `callback` gets its result on the event loop's thread, or None if it raised.
 
-        Where the same is being asked, nothing is asked or kept: the answer to the first one is for all. Returns False
-        where too many lookups hang, or no thread can be started.
+        If a lookup of this name runs already, start nothing and drop the callback: the running one serves all callers.
+        Return False if too many lookups run, or if no thread can be started.
         """
-        if name in self._asked:
+        if name in self._running:
             return True
-        if len(self._asked) >= MOST_LOOKUPS:
+        if len(self._running) >= MAX_LOOKUPS:
             return False
-        self._asked.add(name)
+        self._running.add(name)
         try:
-            threading.Thread(target=self._ask, args=(name, ask, answer), name="file-lookup", daemon=True).start()
+            threading.Thread(target=self._run, args=(name, look_up, callback), name="file-lookup", daemon=True).start()
         except RuntimeError as error:
-            self._asked.remove(name)
-            logger.warning("the file system could not be asked: %s", error)
+            self._running.remove(name)
+            logger.warning("file lookup not started: %s", error)
             return False
         return True
 
-    def _ask(self, name: str, ask: Callable[[], Any], answer: Callable[[Any], None]) -> None:
+    def _run(self, name: str, look_up: Callable[[], Any], callback: Callable[[Any], None]) -> None:
         try:
-            found = ask()
-        except Exception as error:  # noqa: BLE001  # whoever asked is to have an answer
-            logger.warning("the file system could not be asked: %s", type(error).__name__)
+            found = look_up()
+        except Exception as error:  # noqa: BLE001  # the callback must run
+            logger.warning("file lookup failed: %s", type(error).__name__)
             found = None
-        self._hub.call_soon(partial(self._answer, name, found, answer))
+        self._hub.call_soon(partial(self._finish, name, found, callback))
 
-    def _answer(self, name: str, found: Any, answer: Callable[[Any], None]) -> None:
-        self._asked.remove(name)
-        answer(found)
+    def _finish(self, name: str, found: Any, callback: Callable[[Any], None]) -> None:
+        self._running.remove(name)
+        callback(found)

@@ -9,12 +9,12 @@ from headrace_workers.local_process import LocalProcess
 
 
 class LocalGateway(LocalProcess):
-    """A context manager that holds one `headrace gateway`.
+    """Run one `headrace gateway` while the context is entered.
 
     Args:
-        log: gets its output.
-        host, port: where it listens; a free port when 0.
-        settings: of the gateway, by name.
+        log: file for its output.
+        host, port: the address on which it listens; port 0 takes a free one.
+        settings: the gateway's other settings, by name.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class LocalGateway(LocalProcess):
 
     @property
     def url(self) -> str:
-        """Where this machine reaches it."""
+        """The base URL for clients on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 

@@ -1,4 +1,4 @@
-"""`LocalProcess`: one of Headrace's own commands on this machine, for as long as a context lasts."""
+"""`LocalProcess`: one of Headrace's own commands as a process on this machine, while a context is entered."""
 
 import contextlib
 import os
@@ -22,15 +22,15 @@ class ProcessStartError(HeadraceWorkerError):
 
 
 class LocalProcess(ABC):
-    """A context manager that holds one `headrace COMMAND` with settings of its own.
+    """Run one `headrace COMMAND` while the context is entered. Subclasses define when it is ready.
 
-    The process leads its own group, so a Ctrl-C reaches only the process that holds it, and dies with the thread that
-    started it. Leaving the context ends it. Subclasses say how it is told that it is ready.
+    The process leads a process group of its own, so Ctrl-C reaches only its parent. It dies with the thread that
+    started it.
 
     Args:
-        command: of headrace.
-        log: gets its output.
-        environ: variables beside this process's own.
+        command: subcommand of `headrace`.
+        log: file for its output.
+        environ: environment variables, added to those of this process.
     """
 
     def __init__(self, command: str, *, log: Path, environ: Mapping[str, str]) -> None:
@@ -57,13 +57,13 @@ class LocalProcess(ABC):
             )
 
     def wait_ready(self, timeout: float = START_SECONDS) -> None:
-        """Block until it serves. Raises ProcessStartError."""
+        """Block until the process is ready. Raises ProcessStartError."""
         for reason in self.readiness(timeout):
             if reason is None:
                 return
 
     def readiness(self, timeout: float = START_SECONDS) -> Iterator[str | None]:
-        """Yields why it is not ready, several times a second, and None once it is; then ends."""
+        """Yield why the process is not ready, several times a second; then None, once. Raises ProcessStartError."""
         deadline = time.monotonic() + timeout
         while True:
             self.check_alive()
@@ -72,12 +72,12 @@ class LocalProcess(ABC):
             if reason is None:
                 return
             if time.monotonic() > deadline:
-                told = f"the {self._command} is not ready after {timeout:g} s ({reason})"
-                raise ProcessStartError(f"{told}:\n{self.log_tail()}")
+                problem = f"the {self._command} is not ready after {timeout:g} s ({reason})"
+                raise ProcessStartError(f"{problem}:\n{self.log_tail()}")
             time.sleep(0.1)
 
     def check_alive(self) -> None:
-        """Raise ProcessStartError where it has ended."""
+        """Raise ProcessStartError if the process has ended."""
         assert self._process is not None, "not started"
         status = self._process.poll()
         if status is not None:
@@ -85,10 +85,10 @@ class LocalProcess(ABC):
 
     @abstractmethod
     def _not_ready(self) -> str | None:
-        """Why it cannot serve yet; None once it can."""
+        """Return why the process cannot serve yet, or None if it can."""
 
     def stop(self) -> int:
-        """SIGTERM, and SIGKILL after 20 seconds; returns the exit status."""
+        """Send SIGTERM, and SIGKILL after 20 seconds. Return the exit status."""
         assert self._process is not None, "not started"
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)

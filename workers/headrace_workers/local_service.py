@@ -1,4 +1,4 @@
-"""`LocalService`: the whole service on this machine, a server, a worker and a gateway, behind one Ctrl-C."""
+"""`LocalService`: the whole service on this machine: a Redis server, a worker and a gateway."""
 
 import contextlib
 import math
@@ -21,17 +21,17 @@ _WATCH_SECONDS = 0.5
 
 
 class PortTakenError(HeadraceWorkerError):
-    """The gateway cannot listen where it is to listen, often because another program does."""
+    """The gateway cannot listen on its address, often because another program does."""
 
 
 @dataclass(slots=True)
 class LocalService:
     """Args:
-    model: its folder or hub name, whose last part is the served name.
-    redis_url: of a server that runs already; None starts an embedded one.
-    progress: told each stage in a sentence.
+    model: model folder or hub name; its last part is the served name.
+    redis_url: URL of a running server; None starts an embedded one.
+    progress: called with one sentence for each stage.
     keys: the gateway's key file.
-    files: the gateway's folder of uploads and batches.
+    files: the gateway's directory of uploads and batches.
     """
 
     model: str
@@ -44,9 +44,9 @@ class LocalService:
 
     @contextmanager
     def running(self) -> Iterator["RunningService"]:
-        """Start everything and yield when it serves; leaving the context ends everything that was started.
+        """Start everything, and yield when it is ready. Leaving the context ends everything that was started.
 
-        Raises HeadraceWorkerError or HeadraceBrokerError where anything does not start.
+        Raises HeadraceWorkerError or HeadraceBrokerError if a part does not start.
         """
         with contextlib.ExitStack() as stack:
             name = Path(self.model).resolve().name
@@ -74,35 +74,35 @@ class LocalService:
             yield running
 
     def _wait_ready(self, running: "RunningService") -> None:
-        """Wait without a limit, since a model may take long to be fetched; tell each new reason."""
-        told = None
+        """Wait without a limit, because fetching a model may take long; report each new reason."""
+        reported = None
         for process in (running.gateway, running.worker):
             for reason in process.readiness(math.inf):
                 running.check_alive()
-                if reason not in (None, told):
+                if reason not in (None, reported):
                     self.progress(f"waiting: {reason}")
-                    told = reason
+                    reported = reason
 
 
 @dataclass(frozen=True, slots=True)
 class RunningService:
-    """What was started."""
+    """The processes that `LocalService` started."""
 
     url: str
     model: str
     worker: LocalWorker
     gateway: LocalGateway
     server: EmbeddedServer | None
-    """None where the Redis was there before."""
+    """None if `redis_url` was given."""
 
     def watch(self) -> None:
-        """Return never; raises an error when one of its processes has ended."""
+        """Block until a process ends, then raise its error."""
         while True:
             self.check_alive()
             time.sleep(_WATCH_SECONDS)
 
     def check_alive(self) -> None:
-        """Raises ProcessStartError or EmbeddedServerError, which says what has ended."""
+        """Raise ProcessStartError or EmbeddedServerError if a process has ended."""
         if self.server is not None:
             self.server.check_alive()
         self.worker.check_alive()
@@ -110,7 +110,7 @@ class RunningService:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises PortTakenError where nobody could listen at the port now."""
+    """Raise PortTakenError if this process could not listen on the port now."""
     try:
         (family, kind, protocol, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         with socket.socket(family, kind, protocol) as probe:

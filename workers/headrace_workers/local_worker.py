@@ -10,12 +10,12 @@ from headrace_workers.local_process import LocalProcess
 
 
 class LocalWorker(LocalProcess):
-    """A context manager that holds one `headrace worker`. Leaving the context drains it.
+    """Run one `headrace worker` while the context is entered, then drain it.
 
     Args:
-        log: gets its output.
-        port: of metrics and health; a free one when 0.
-        settings: of the worker, by name.
+        log: file for its output.
+        port: port of metrics and health; 0 takes a free one.
+        settings: the worker's other settings, by name.
     """
 
     def __init__(self, *, model: str, redis_url: str, log: Path, port: int = 0, **settings: object) -> None:
@@ -30,7 +30,7 @@ class LocalWorker(LocalProcess):
 
     @property
     def url(self) -> str:
-        """Where metrics and health are served."""
+        """The base URL of metrics and health."""
         return f"http://127.0.0.1:{self._port}"
 
     def _not_ready(self) -> str | None:

@@ -1,4 +1,4 @@
-"""`QueueGauges`: how long the queue is, whose messages it holds, how old the oldest is, and if it can be served."""
+"""`QueueGauges`: metrics of the worker's queues: length, tenants, age of the oldest message, blocked or not."""
 
 import logging
 import time
@@ -25,19 +25,19 @@ class QueueGauges:
         self._metrics = metrics
         self._health = health
         self._refusal: str | None = None
-        """Why Redis has given no messages since the last poll."""
+        """Why Redis has refused to give messages since the last poll."""
 
     def refused(self, reason: str) -> None:
-        """Redis, or a script, gives the worker no messages. Counts until a poll that comes after one without this."""
+        """Report that Redis, or a script, refused to give messages. The second poll after this clears the report."""
         self._refusal = reason
-        self._tell(reason)
+        self._report(reason)
 
-    def _tell(self, problem: str | None) -> None:
+    def _report(self, problem: str | None) -> None:
         self._metrics.queue_blocked(problem is not None)
         self._health.queue_blocked(problem)
 
     def poll(self) -> None:
-        """Read the levels of this worker's queues, which count together; Redis away only marks it down."""
+        """Read the levels of this worker's queues and set the metrics to their sums, or to Redis being down."""
         started = time.perf_counter()
         try:
             by_queue = self._reader.read(self._queues)
@@ -48,12 +48,12 @@ class QueueGauges:
         except REDIS_ERRORS as error:
             self._metrics.redis_error("depth")
             self._metrics.redis_up(False)
-            logger.warning("the queue's length could not be read: %s", error)
+            logger.warning("queue levels not read: %s", error)
             return
         self._metrics.redis_command("depth", time.perf_counter() - started)
         self._metrics.redis_up(True)
         levels = by_queue.values()
-        self._tell(next((level.problem for level in levels if level.problem is not None), self._refusal))
+        self._report(next((level.problem for level in levels if level.problem is not None), self._refusal))
         self._refusal = None
         ages = [level.oldest_age_seconds for level in levels if level.oldest_age_seconds is not None]
         self._metrics.queue_depth(

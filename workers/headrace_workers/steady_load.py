@@ -1,4 +1,4 @@
-"""`SteadyLoad`: a few requests every few seconds, so that there is something to see in a watched service."""
+"""`SteadyLoad`: a few requests every few seconds, so that dashboards have something to show."""
 
 import random
 import time
@@ -14,14 +14,14 @@ _LONGEST_PAUSE_SECONDS = 6.0
 
 
 class SteadyLoad:
-    """Sends requests of two tenants, in all priorities and several lengths, and follows none of them.
+    """Send requests of two tenants, with several priorities and lengths, and read no answers.
 
     Args:
         redis_url: the queue.
         model: served name.
-        questions: asked in random order.
-        progress: told what went wrong, in a sentence.
-        sleep: passes so many seconds.
+        questions: prompts, chosen at random.
+        progress: called with one sentence for each error.
+        sleep: waits for a number of seconds.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SteadyLoad:
         self._random = random.Random(seed)
 
     def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Until `stopped`, or for ever. A Redis that is away is said and tried again."""
+        """Send until `stopped` returns True. Report an error of Redis, and try again."""
         with Client(self._redis_url, model=self._model) as client:
             while not stopped():
                 try:
@@ -52,7 +52,7 @@ class SteadyLoad:
                 self._sleep(self._random.uniform(0.5, _LONGEST_PAUSE_SECONDS))
 
     def send(self, client: Client) -> list[str]:
-        """One to four requests at once; the ids."""
+        """Send one to four requests at once, and cancel a few of them. Return all ids."""
         ids = client.submit_many(
             {
                 "messages": [{"role": "user", "content": self._random.choice(self._questions)}],

@@ -1,6 +1,6 @@
-"""`TokenizerAnswers`: answers calls of the model's tokenizer with the code that tokenises requests.
+"""`TokenizerAnswers`: answers tokenizer calls with the code that tokenises requests.
 
-Runs in the preparation's process. The body of a call, and its answer, are maps in msgpack; docs/wire.md tells them.
+It runs in a preparation process. The body of a call and its answer are msgpack maps; docs/wire.md describes them.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ from headrace_workers.intake import RefusedError, check_tools
 
 class TokenizerAnswers:
     """Args:
-    processor: the door that requests go through.
-    tokenizer: the one behind it.
+    processor: the input processor of requests.
+    tokenizer: the tokenizer that it uses.
     """
 
     def __init__(self, processor: InputProcessor, tokenizer: ModelTokenizer) -> None:
@@ -30,7 +30,7 @@ class TokenizerAnswers:
         self._tokenizer = tokenizer
 
     def answer(self, kind: str, body: bytes) -> bytes:
-        """The packed answer: the result, or the error, in whose place none is raised."""
+        """Return the packed answer: the result, or the error. Raises nothing."""
         try:
             given = unpack(body)
             result = self._detokenize(given) if kind == "detokenize" else self._tokenize(given, kind)
@@ -39,7 +39,7 @@ class TokenizerAnswers:
             return error_answer(refusal.error.code, refusal.error.message)
         except (InvalidRequestError, broker_errors.InvalidRequestError) as error:
             return error_answer(error.code, str(error))
-        except Exception as error:  # noqa: BLE001  # whatever it is, the call gets an answer, which quotes nothing
+        except Exception as error:  # noqa: BLE001  # every call gets an answer, which quotes no text of the call
             raised = " ".join(frames(error).split())
             return error_answer(
                 ErrorCode.ENGINE_ERROR, f"the call could not be answered: {type(error).__name__} at {raised}"
@@ -79,5 +79,5 @@ class TokenizerAnswers:
 
 
 def error_answer(code: str, message: str) -> bytes:
-    """The packed answer to a call that has no result."""
+    """Return the packed answer to a call that failed."""
     return pack({"error": {"code": code, "message": message}})

@@ -1,8 +1,8 @@
-"""`TokenizerService`: takes calls of the model's tokenizer from Redis and has them answered, one at a time.
+"""`TokenizerService`: takes tokenizer calls from Redis and sends their answers, one at a time.
 
     Redis --call--> thread --wake-up--> event loop --> preparation's process --answer--> event loop --> thread --> Redis
 
-The thread waits for Redis, so the event loop does not; the process tokenises, so neither does. No slot is needed.
+The thread waits for Redis and the process tokenises, so neither blocks the event loop. A call takes no engine slot.
 """
 
 import logging
@@ -19,20 +19,20 @@ from headrace_monitoring.logging import frames
 logger = logging.getLogger(__name__)
 
 TAKE_SECONDS: Final = 1.0
-"""After so long the thread looks whether the worker still takes calls."""
+"""The longest wait for a call. After it, the thread checks again whether the worker takes calls."""
 
 
 class AnswerCall(Protocol):
-    """Has a call answered; on the event loop's thread."""
+    """Have one call answered, without blocking. `answered` gets the packed answer, on the event loop's thread."""
 
     def __call__(self, kind: str, body: bytes, answered: Callable[[bytes], None], /) -> None: ...
 
 
 class TokenizerService:
     """Args:
-    calls: those of the names that the worker serves.
-    answer: has one answered.
-    is_open: whether the worker can answer, and takes work; asked on the service's thread.
+    calls: the calls for the worker's served names.
+    answer: has one call answered.
+    is_open: returns whether the worker takes calls now; runs on the service's thread.
     """
 
     def __init__(self, calls: TokenizerCalls, answer: AnswerCall, is_open: Callable[[], bool]) -> None:
@@ -49,16 +49,16 @@ class TokenizerService:
         self._thread.start()
 
     def attach(self, hub: Any) -> None:
-        """The event loop; again after each reconnect, which empties the loop."""
+        """Add the wake-up pipe to the event loop; call it again after each reconnect, which empties the loop."""
         hub.add_reader(self._wake_up, self._begin)
 
     def stop(self) -> None:
-        """Take no more calls; does not wait. One that is being answered is not."""
+        """Take no more calls, and return at once. A call in progress gets no answer."""
         self._stopped.set()
         self._answers.put(None)
 
     def _begin(self) -> None:
-        """On the event loop."""
+        """Have the next call answered, on the event loop's thread."""
         os.read(self._wake_up, 1)
         call = self._taken.get()
         self._answer(call.kind, call.body, self._answers.put)
@@ -73,10 +73,10 @@ class TokenizerService:
                 if call is not None:
                     self._serve(call)
             except REDIS_ERRORS as error:
-                logger.warning("calls of the tokenizer wait for Redis: %s", error)
+                logger.warning("tokenizer calls waiting for Redis: %s", error)
                 self._stopped.wait(TAKE_SECONDS)
-            except Exception as error:  # noqa: BLE001  # the next call is another one
-                logger.error("a call of the tokenizer could not be answered: %s", frames(error))
+            except Exception as error:  # noqa: BLE001  # the next call may succeed
+                logger.error("tokenizer call failed:\n%s", frames(error))
 
     def _serve(self, call: TokenizerCall) -> None:
         self._taken.put(call)

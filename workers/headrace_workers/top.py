@@ -1,4 +1,4 @@
-"""`Watcher`: the whole service at one moment, from Redis and from what its workers answer to remote control."""
+"""`ServiceSampler`: samples of the whole service, from Redis and from its workers' answers to remote control."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -15,23 +15,23 @@ from headrace_broker.registry import known_models
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What was read at one moment."""
+    """The state of the service at one moment."""
 
     at: float
     """Seconds of a monotonic clock."""
     queues: Mapping[str, QueueLevels]
     """By model."""
     workers: Mapping[str, Mapping[str, Any]]
-    """By name: the answer to `engine_stats`."""
+    """The answer to `engine_stats`, by worker name."""
 
 
-class Watcher:
-    """Looks again and again. Redis's errors pass through; a worker that does not answer in time is not there.
+class ServiceSampler:
+    """Take samples. Redis's errors pass through; a sample lacks the workers that do not answer in time.
 
     Args:
         client: Redis, for the levels of the queues.
-        app: Celery, for remote control; a Redis user that may use it.
-        answer_seconds: how long workers may take to answer.
+        app: Celery, for remote control; its Redis user needs access to that.
+        answer_seconds: how long to wait for the workers' answers.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class Watcher:
         self._answer_seconds = answer_seconds
         self._clock = clock
 
-    def look(self) -> Sample:
-        """One moment of the service."""
+    def sample(self) -> Sample:
+        """Return the state of the service now."""
         names = sorted(known_models(self._client))
         levels = self._reader.read(queue_name(name) for name in names)
         replies = self._app.control.broadcast("engine_stats", reply=True, timeout=self._answer_seconds)
@@ -58,7 +58,7 @@ class Watcher:
 
 
 def report(sample: Sample, before: Sample | None) -> dict[str, Any]:
-    """The sample as plain data; rates are those since the sample `before`, and null without one."""
+    """Return the sample as plain data. Rates are since the sample `before`, and None without one."""
     workers = [_worker(name, answer, sample, before) for name, answer in sorted(sample.workers.items())]
     slowest = [
         {"worker": worker["name"], **request} for worker in workers for request in worker.pop("slowest_requests")
@@ -108,5 +108,5 @@ def _worker(name: str, answer: Mapping[str, Any], sample: Sample, before: Sample
 
 
 def _ratio(used: int | None, total: int | None) -> float | None:
-    """None where the engine does not tell both."""
+    """Return the share in use, or None if the engine does not report both numbers."""
     return None if used is None or total is None else used / max(total, 1)

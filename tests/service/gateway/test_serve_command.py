@@ -51,7 +51,7 @@ class ServeProcess:
                 self.lines.append(line.rstrip("\n"))
 
     def wait_ready(self) -> "ServeProcess":
-        self.wait_line("The page: ")
+        self.wait_line("Web page: ")
         return self
 
     def wait_line(self, start: str) -> str:

@@ -1,4 +1,4 @@
-"""The snippets of clients in README.md and docs, each with the command that installs what it needs."""
+"""The client snippets in README.md and docs, each with the command that installs its packages."""
 
 import re
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _MODEL = "smollm2-135m-instruct"
 
 @dataclass(frozen=True)
 class Snippet:
-    """One snippet as the text has it."""
+    """One snippet as its page shows it."""
 
     where: str
     install: str
@@ -21,13 +21,13 @@ class Snippet:
     code: str
 
     def code_for(self, url: str, gateway_url: str, model: str) -> str:
-        """With the addresses and the model of a test."""
-        assert _URL in self.code or _GATEWAY_URL in self.code, f"{self.where}: a snippet says {_URL} or {_GATEWAY_URL}"
+        """Return the code with the addresses and the model of a test."""
+        assert _URL in self.code or _GATEWAY_URL in self.code, f"{self.where}: must have {_URL} or {_GATEWAY_URL}"
         return self.code.replace(_URL, url).replace(_GATEWAY_URL, gateway_url).replace(_MODEL, model)
 
 
 def snippets() -> list[Snippet]:
-    """All of them; two of one environment in a row share what the first has imported, as a reader does."""
+    """Return all snippets in the order of their pages. A Python snippet without imports continues the one before."""
     found: list[Snippet] = []
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         name = path.relative_to(ROOT)
@@ -37,6 +37,6 @@ def snippets() -> list[Snippet]:
 
 
 def commands() -> list[str]:
-    """The `celery` commands of docs/enqueue.md."""
+    """Return the `celery` commands of docs/enqueue.md."""
     text = (ROOT / "docs" / "enqueue.md").read_text(encoding="utf-8").replace("\\\n", " ")
     return re.findall(rf"^celery -b {re.escape(_URL)} .*$", text, re.MULTILINE)

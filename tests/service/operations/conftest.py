@@ -1,4 +1,4 @@
-"""A real worker under some load, an exporter and a machine's counters beside it, and a Prometheus that scrapes all."""
+"""A real worker, gateway and exporter under some load, a machine's counters, and a Prometheus that scrapes them all."""
 
 import json
 import threading
@@ -26,7 +26,7 @@ __all__ = ["model_folder"]
 
 
 class Watched:
-    """A service with Prometheus beside it."""
+    """A service, and the Prometheus that scrapes it."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Watched:
         )
 
     def load(self, requests: int = 6) -> None:
-        """Requests of several tenants and priorities, until their ends are scraped."""
+        """Send requests of several tenants and priorities, and wait until Prometheus has counted their ends."""
         before = self.prometheus.value("sum(headrace_requests_total)") or 0.0
         params = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
         for number in range(requests):

@@ -1,4 +1,4 @@
-"""New environments with what a text or an extra names, and nothing else. Without a network the test is skipped."""
+"""New environments with only the packages that a page or an extra names. Without a network the test is skipped."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from service.operations.client_snippets import ROOT
 
 
 def pip(folder: Path, *words: str) -> list[str]:
-    """The command that runs pip for the environment in `folder`, which has none of its own."""
+    """Return the command that runs pip for the environment in `folder`, which has no pip."""
     python = str(folder / "bin/python")
     return [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", *words]
 
@@ -20,7 +20,7 @@ def install_pip(folder: Path, words: list[str]) -> None:
     """Run `pip WORDS` in a new environment in `folder`; a word that begins with a dot is this checkout."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
     words = [re.sub(r"^\.(?=\[|$)", str(ROOT), word) for word in words]
-    # most of what is installed is never imported, and need not be compiled
+    # most modules are never imported, and need not be compiled
     quiet = ["--quiet", "--no-input", "--no-compile", "--retries", "1"]
     fetch(pip(folder, words[0], *quiet, *words[1:]), folder)
 

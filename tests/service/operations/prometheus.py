@@ -1,4 +1,4 @@
-"""A real Prometheus on loopback, from the system's packages, and the questions that tests ask it."""
+"""A real Prometheus on loopback, from the system's packages, and the queries of tests."""
 
 import json
 import shutil
@@ -30,18 +30,18 @@ VARIABLES = {"$__rate_interval": "10s", "$job": "headrace-worker", "$model": ".*
 
 
 def with_variables(expression: str) -> str:
-    """A panel's query as Grafana asks it."""
+    """Return a panel's query with Grafana's variables filled in."""
     for name, value in VARIABLES.items():
         expression = expression.replace(name, value)
     return expression
 
 
 class Prometheus:
-    """Scrapes the targets every `interval` seconds, and evaluates the rules as often.
+    """Scrape the targets and evaluate the rules every `interval`.
 
-    `shortened` maps windows that stand in the rules to shorter ones, for a test that cannot wait for them.
+    `shortened` maps windows of the rules to shorter ones, for tests that cannot wait that long.
 
-    `jobs` maps a job's name to the address of its one target. Exemplars are stored, which Prometheus does on demand.
+    `jobs` maps a job's name to the address of its one target. Exemplars are stored.
     """
 
     def __init__(
@@ -90,20 +90,20 @@ class Prometheus:
         self._log.close()
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The vector, or the scalar as a vector of one. Fails the test for what does not parse or evaluate."""
+        """Return the vector, or the scalar as a vector of one. An invalid query fails the test."""
         answer = self._get("query", query=expression)
         assert answer["status"] == "success", f"{expression}: {answer}"
         data = answer["data"]
         return [{"metric": {}, "value": data["result"]}] if data["resultType"] == "scalar" else data["result"]
 
     def value(self, expression: str) -> float | None:
-        """The one value; None where there is none."""
+        """Return the one value, or None if there is none."""
         found = self.query(expression)
         assert len(found) <= 1, f"{expression}: {found}"
         return float(found[0]["value"][1]) if found else None
 
     def exemplars(self, series: str) -> list[dict[str, Any]]:
-        """Those of the last hour."""
+        """Return the exemplars of the last hour."""
         now = time.time()
         found = self._get("query_exemplars", query=series, start=str(now - 3600), end=str(now + 60))["data"]
         return [exemplar for entry in found for exemplar in entry["exemplars"]]
@@ -112,7 +112,7 @@ class Prometheus:
         return [rule for group in self._get("rules")["data"]["groups"] for rule in group["rules"]]
 
     def firing(self) -> set[str]:
-        """Names of the alerts that fire now."""
+        """Return the names of the alerts that fire now."""
         alerts = self._get("alerts")["data"]["alerts"]
         return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
 
@@ -120,7 +120,7 @@ class Prometheus:
         deadline = time.monotonic() + timeout
         while not condition():
             assert self._process.poll() is None, "Prometheus has ended"
-            assert time.monotonic() < deadline, "it did not come true"
+            assert time.monotonic() < deadline, "the condition did not become true in time"
             time.sleep(0.1)
 
     def _is_ready(self) -> bool:

@@ -1,7 +1,7 @@
-"""Alerts against real faults: each fires for the fault that it is named after, and nothing fired before.
+"""Alerts against real faults: each fires for the fault that it is named after, and no alert fires before.
 
-Minutes long, since the alerts wait on purpose: by `make check-ops`. That each alert fires and stays silent by its rule
-is tested by promtool in every run.
+The tests take minutes, because alerts wait on purpose: run them by `make check-ops`. In every run promtool tests when
+each rule fires.
 """
 
 import os
@@ -27,15 +27,15 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-# Far beyond what the rules state, as a busy machine must not fail a test; the time taken is printed.
+# Far longer than the rules need, because a busy machine must not fail a test; the time taken is printed.
 LONGEST_SECONDS = 240.0
-# Requests that always wait behind those in flight, so that none that ends leaves blocks free.
+# Requests that always wait, so that another one takes the blocks of each that ends.
 NUM_WAITING = 50
 
 
 @pytest.fixture
 def make_own(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Watched]]:
-    """Makes a service of the test's own, as faults are to be done to it; some load raises no alert."""
+    """Return a function that makes a service for this test alone, which injects faults. Its load raises no alert."""
     prometheus_or_skip()
     with ExitStack() as stack:
 
@@ -63,7 +63,7 @@ WaitFires = Callable[..., None]
 
 @pytest.fixture
 def wait_fires(capsys: pytest.CaptureFixture[str]) -> WaitFires:
-    """Waits until an alert fires; `meanwhile` is called again and again, and keeps the fault up."""
+    """Return a function that waits until an alert fires. It calls `meanwhile` repeatedly, to keep the fault up."""
 
     def wait(watched: Watched, alert: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         def fires() -> bool:
@@ -79,7 +79,7 @@ def wait_fires(capsys: pytest.CaptureFixture[str]) -> WaitFires:
 
 
 def test_a_frozen_engine_is_reported(make_own: Callable[..., Watched], wait_fires: WaitFires) -> None:
-    own = make_own(stall_seconds=200)  # it is killed then; the alert comes at half of it
+    own = make_own(stall_seconds=200)  # then the engine is killed; the alert fires after half of it
     handle = own.service.generate(max_tokens=2000)
     own.service.wait_tokens([handle.id], at_least=1)
     engine = own.worker.engine_pid()
@@ -106,7 +106,7 @@ def test_a_dead_letter_a_lost_redis_and_a_killed_worker_are_reported(own: Watche
 
 
 def test_a_full_kv_cache_is_reported(make_own: Callable[..., Watched], wait_fires: WaitFires) -> None:
-    # A few of these requests fill so little memory. The rule asks for ten minutes of it, twice: too long for a test.
+    # A few of these requests fill 2 MiB. The rule waits for ten minutes, twice: too long for a test.
     own = make_own(kv_cache_memory="2MiB", shortened={"10m": "20s"})
     handles: dict[str, AsyncResult] = {}
 

@@ -1,6 +1,6 @@
-"""Celery's command line and Flower on a real worker, with the URL and no application: as docs/enqueue.md shows them.
+"""Celery's command line and Flower with a real worker, by its URL and without an application, as in docs/enqueue.md.
 
-Redis has the users that are shipped; these tools are the operator's.
+Redis has the users of docker-compose.yml; these tools use `operator`.
 """
 
 import json
@@ -58,7 +58,7 @@ def service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="module")
 def name(service: Service) -> str:
-    """The worker's: a command for it alone does not wait for others."""
+    """The name of the worker: a command for it alone does not wait for other workers."""
     with Celery(broker=service.url, set_as_current=False) as app:
         [answer] = app.control.ping(timeout=60, limit=1)
     return str(*answer)
@@ -70,7 +70,7 @@ def command_line(service: Service, arguments: str) -> list[str]:
 
 
 def celery(service: Service, arguments: str, *, code: int = 0) -> str:
-    """What the command prints, run in a folder without any application."""
+    """Run a command in a folder without an application; return its output."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("HEADRACE_", "PYTHONPATH"))}
     done = subprocess.run(
         command_line(service, arguments), cwd="/", env=environ, capture_output=True, text=True, timeout=120, check=False
@@ -128,7 +128,7 @@ def test_events_are_dumped(service: Service) -> None:
             assert events.stdout is not None
             request_id = ""
             for line in events.stdout:
-                if not request_id and "heartbeat" in line:  # it listens
+                if not request_id and "heartbeat" in line:  # the command receives events
                     request_id = service.generate(max_tokens=2).id
                 if request_id and f"task succeeded: headrace.generate({request_id})" in line:
                     break
@@ -139,7 +139,7 @@ def test_events_are_dumped(service: Service) -> None:
 
 
 class Flower:
-    """A real Flower beside the worker."""
+    """A real Flower for the worker."""
 
     def __init__(self, service: Service, folder: Path) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
@@ -189,7 +189,7 @@ def flower(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         made.process.wait(timeout=30)
 
 
-def test_flower_knows_all_of_the_worker(service: Service, flower: Flower) -> None:
+def test_flower_shows_the_workers_pool_tasks_and_queues(service: Service, flower: Flower) -> None:
     [name] = json.loads(flower.wait_for("/api/workers?refresh=1", "headrace-tiny"))
     [worker] = json.loads(flower.get("/api/workers")[1]).values()
     assert worker["stats"]["pool"]["max-concurrency"] == 32
@@ -200,7 +200,7 @@ def test_flower_knows_all_of_the_worker(service: Service, flower: Flower) -> Non
     assert json.loads(flower.get("/api/queues/length")[1])["active_queues"][0]["name"] == QUEUE
 
 
-def test_flower_shows_a_task_and_can_end_it(service: Service, flower: Flower) -> None:
+def test_flower_shows_a_task_and_can_revoke_one(service: Service, flower: Flower) -> None:
     [name] = json.loads(flower.wait_for("/api/workers?refresh=1", "headrace-tiny"))
     done = service.generate("Zanzibar", max_tokens=2)
     shown = flower.wait_for("/api/tasks?limit=100&taskname=headrace.generate", done.id)

@@ -1,6 +1,6 @@
-"""What README.md and docs show of clients runs where nothing is installed but what the text says.
+"""The client snippets of README.md and docs run with only the packages that their pages install.
 
-And with no other rights than those of the user `client` that is shipped.
+They have the rights of the user `client` in docker-compose.yml.
 """
 
 import os
@@ -52,7 +52,7 @@ def gateway(service: Service, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="module")
 def install(tmp_path_factory: pytest.TempPathFactory) -> Install:
-    """Runs the text's own command in an empty folder, once; gives the folder, or skips where there is no network."""
+    """Return a function that runs a page's install command in an empty folder, once each, and returns the folder."""
     folders: dict[str, Path] = {}
 
     def run(command: str) -> Path:
@@ -73,7 +73,7 @@ def install(tmp_path_factory: pytest.TempPathFactory) -> Install:
 def _install_npm(folder: Path, words: list[str]) -> None:
     npm = shutil.which("npm")
     if npm is None:
-        pytest.skip("no Node.js is installed; `make ops-tools` gets it where it can be had")
+        pytest.skip("Node.js is not installed; `make ops-tools` installs it if it can")
     quiet = ["--no-audit", "--no-fund", "--ignore-scripts", "--fetch-retries=0", "--prefix", str(folder)]
     fetch([npm, words[0], *quiet, *words[1:]], folder)
 
@@ -101,7 +101,7 @@ def test_every_kind_of_client_has_a_snippet() -> None:
     assert {language for install, language in installs if install.startswith("npm")} == {"javascript"}
 
 
-def test_the_curl_line_of_the_quickstart_works_as_it_stands(service: Service, gateway: LocalGateway) -> None:
+def test_the_curl_line_of_the_quickstart_works(service: Service, gateway: LocalGateway) -> None:
     quickstart = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^curl -N .*\\\n.*$", quickstart, re.MULTILINE)
     line = line.replace("http://127.0.0.1:8000", gateway.url).replace("smollm2-135m-instruct", "tiny")
@@ -110,7 +110,7 @@ def test_the_curl_line_of_the_quickstart_works_as_it_stands(service: Service, ga
     service.wait_settled()
 
 
-def test_no_snippet_of_a_client_escapes_this_test() -> None:
+def test_every_snippet_of_a_client_is_marked_as_one() -> None:
     for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         text = path.read_text(encoding="utf-8")
         for match in re.finditer(r"(?P<before>[^\n]*)\n```(python|javascript)\n(?P<code>.*?)```", text, re.DOTALL):
@@ -119,7 +119,7 @@ def test_no_snippet_of_a_client_escapes_this_test() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(SNIPPETS)), ids=[snippet.where for snippet in SNIPPETS])
-def test_a_snippet_runs_with_what_the_text_installs(
+def test_a_snippet_runs_with_the_packages_that_its_page_installs(
     service: Service, gateway: LocalGateway, install: Install, number: int
 ) -> None:
     snippet = SNIPPETS[number]
@@ -127,7 +127,7 @@ def test_a_snippet_runs_with_what_the_text_installs(
     if snippet.language == "javascript":
         url += "?allowUsernameInURI=true"  # as docs/enqueue.md says
     code = snippet.code_for(url, gateway.url, "tiny")
-    if snippet.language == "python" and "import " not in code:  # it goes on from the one before
+    if snippet.language == "python" and "import " not in code:  # it continues the one before
         code = SNIPPETS[number - 1].code_for(url, gateway.url, "tiny") + code
     folder = install(snippet.install)
     assert _run(snippet, code, folder).strip()

@@ -1,4 +1,4 @@
-"""Every query of every panel and every rule, asked of a real Prometheus that scrapes a real worker and an exporter."""
+"""Every query of every panel and rule, on a real Prometheus that scrapes a real worker and an exporter."""
 
 import json
 import re
@@ -27,12 +27,12 @@ def test_every_query_of_every_panel_returns_data(watched: Watched) -> None:
     assert empty == []
 
 
-def test_the_pictures_of_the_dashboards_have_data_in_every_panel_but_that_of_drafts(
+def test_the_pictures_of_the_dashboards_have_data_in_every_panel_except_draft_tokens(
     watched: Watched, tmp_path: Path
 ) -> None:
     for path in Preview(watched.prometheus.url, seconds=60, rate_interval="10s").write(tmp_path):
         empty = path.read_text(encoding="utf-8").count(f">{NO_DATA}<")
-        assert empty == (path.stem == "engine"), path.stem  # nothing is drafted here
+        assert empty == (path.stem == "engine"), path.stem  # this engine drafts no tokens
 
 
 def test_every_rule_evaluates_and_every_recorded_series_has_data(watched: Watched) -> None:
@@ -55,7 +55,7 @@ def test_every_series_that_an_alert_reads_exists(watched: Watched) -> None:
     assert [selector for selector in sorted(selectors) if not watched.prometheus.query(selector)] == []
 
 
-def test_no_metric_is_exposed_that_no_panel_shows(watched: Watched) -> None:
+def test_every_exposed_metric_is_shown_by_a_panel(watched: Watched) -> None:
     exposed = {row["metric"]["__name__"] for row in watched.prometheus.query('{__name__=~"headrace_.+"}')}
     shown = set(re.findall(r"headrace_\w+", " ".join(expression for _, expression in PANELS)))
 
@@ -79,7 +79,7 @@ def test_the_stages_of_a_request_are_measured_by_a_real_worker(watched: Watched,
     assert 0 < (value(f"sum(headrace_{stage}_seconds_sum)") or 0) < total
 
 
-def test_tenants_are_told_apart_by_a_real_worker(watched: Watched) -> None:
+def test_a_real_worker_counts_each_tenant_separately(watched: Watched) -> None:
     value = watched.prometheus.value
     assert (value('headrace_tenant_requests_total{tenant="acme",outcome="length"}') or 0) >= 6
     assert (value('headrace_tenant_requests_total{tenant="none",outcome="length"}') or 0) >= 6

@@ -1,4 +1,4 @@
-"""Each file of examples/ runs as it stands, on a real service, with the rights of the user `client`."""
+"""Each file of examples/ runs unchanged on a real service, with the rights of the user `client`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from service.workers.service import Service
 __all__ = ["model_folder"]
 
 FOLDER = ROOT / "examples"
-SAYS = {
+OUTPUTS = {
     "enqueue.py": r"\n\d+ tokens\n",
     "stream.py": r"'A river is.*\n'A lake is.*\n'The sea is.*\n",
     "tenants.py": r"urgent: .* s\nbacklog: 24 answers, \d+ tokens\n",
@@ -29,7 +29,7 @@ SAYS = {
     "http.sh": r"(?s)data: \{.*data: \[DONE\].*\"completion_tokens\"",
     "library.py": r"'The capital of France is.*\n'The largest river is.*\n",
 }
-"""What each prints, as a regular expression."""
+"""The output of each, as a regular expression."""
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +56,11 @@ def environment(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
 def test_every_example_is_listed_and_run() -> None:
     files = {path.name for path in FOLDER.iterdir() if path.suffix in (".py", ".sh")}
-    assert files == set(SAYS)
+    assert files == set(OUTPUTS)
     assert set(re.findall(r"\]\((\w+\.(?:py|sh))\)", (FOLDER / "README.md").read_text(encoding="utf-8"))) == files
 
 
-@pytest.mark.parametrize("name", SAYS)
+@pytest.mark.parametrize("name", OUTPUTS)
 def test_an_example_runs(name: str, environment: dict[str, str], tmp_path: Path) -> None:
     path = FOLDER / name
     command = ["sh", str(path)] if path.suffix == ".sh" else [sys.executable, "-W", "error", str(path)]
@@ -75,7 +75,7 @@ def test_an_example_runs(name: str, environment: dict[str, str], tmp_path: Path)
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert re.search(SAYS[name], done.stdout), done.stdout
+    assert re.search(OUTPUTS[name], done.stdout), done.stdout
 
 
 def test_the_celery_example_imports_nothing_of_headrace() -> None:

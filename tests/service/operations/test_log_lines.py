@@ -1,4 +1,4 @@
-"""The log of a real worker: its level changes while it runs, and its lines say whom they are about."""
+"""The log of a real worker: its level can change while it runs, and its lines have the fields of their request."""
 
 import sys
 import uuid
@@ -19,12 +19,12 @@ def set_level(service: Service, level: str) -> Result:
     return CliRunner().invoke(control, ["log-level", "--level", level, "--redis-url", service.server.url])
 
 
-def test_level_and_fields(make_service: Callable[..., Service]) -> None:
+def test_the_level_can_change_and_lines_have_the_requests_fields(make_service: Callable[..., Service]) -> None:
     service = make_service()
     worker = service.start_worker().wait_ready()
     assert "log level WARNING, was INFO" in set_level(service, "WARNING").output
 
-    resumed = uuid.uuid4().hex  # a request that another worker began
+    resumed = uuid.uuid4().hex  # a request that another worker started
     writer = StreamWriter(service.client, 60)
     attempt = writer.claim(resumed, "a worker that died").attempt
     writer.publish([StreamWrite.chunk(resumed, attempt, 1, index=0, token_ids=[5], text="a")])

@@ -1,6 +1,6 @@
-"""The Celery clients of npm on a real worker: celery-node and celery-ts, which speak JSON and nothing else.
+"""The Celery clients of npm with a real worker: celery-node and celery-ts, which support only JSON.
 
-They have the rights of the user `client` that is shipped.
+They have the rights of the user `client` in docker-compose.yml.
 """
 
 import json
@@ -65,23 +65,23 @@ def service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def url_for(service: Service) -> str:
-    """For celery-node, whose ioredis reads a user's name only where it is told to."""
+    """Return the URL for celery-node, whose ioredis ignores the user's name without this option."""
     return f"{url_of(service.server, 'client')}?allowUsernameInURI=true"
 
 
 @pytest.fixture(scope="module")
 def url_without_name(service: Service) -> str:
-    """For celery-ts, which knows no names, and subscribes to all results of the server."""
+    """The URL for celery-ts, which supports no user names, and subscribes to all results of the server."""
     service.client.execute_command("ACL", "SETUSER", "default", "reset", *users()["client"], "+psubscribe")
     return service.server.url.replace("redis://", "redis://:secret@")
 
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with both packages, from the registry."""
+    """A folder with both packages, installed from the registry."""
     npm = shutil.which("npm")
     if npm is None:
-        pytest.skip("no Node.js is installed; `make ops-tools` gets it where it can be had")
+        pytest.skip("Node.js is not installed; `make ops-tools` installs it if it can")
     folder = tmp_path_factory.mktemp("node")
     quiet = ["--no-audit", "--no-fund", "--ignore-scripts", "--fetch-retries=0", "--prefix", str(folder)]
     done = subprocess.run([npm, "install", *quiet, *PACKAGES], capture_output=True, text=True, timeout=300, check=False)
@@ -90,11 +90,11 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def node(folder: Path, program: str, **said: Any) -> dict[str, Any]:
-    """What the client got as the result."""
+def node(folder: Path, program: str, **given: Any) -> dict[str, Any]:
+    """Run the client; return the result that it got."""
     script = folder / "client.js"
     script.write_text(program, encoding="utf-8")
-    command = ["node", script.name, json.dumps({"queue": QUEUE, "kwargs": KWARGS, **said})]
+    command = ["node", script.name, json.dumps({"queue": QUEUE, "kwargs": KWARGS, **given})]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout))

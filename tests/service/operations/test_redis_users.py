@@ -1,4 +1,4 @@
-"""The Redis users of docker-compose.yml on real servers: each role works, and can do nothing but its own."""
+"""The Redis users of docker-compose.yml on real servers: each can do the work of its role, and nothing else."""
 
 import asyncio
 import json
@@ -55,7 +55,7 @@ def test_only_the_named_users_exist_and_the_default_one_is_off() -> None:
     assert users()["default"] == ["off"]
 
 
-def test_nobody_gets_in_without_a_name_and_a_password(server: EmbeddedServer) -> None:
+def test_a_connection_needs_the_name_and_password_of_a_user(server: EmbeddedServer) -> None:
     with connect(server.url) as anonymous, pytest.raises(redis.exceptions.AuthenticationError):
         anonymous.ping()
     impostor = connect(server.url.replace("redis://", "redis://worker:wrong@"))
@@ -63,7 +63,7 @@ def test_nobody_gets_in_without_a_name_and_a_password(server: EmbeddedServer) ->
         impostor.ping()
 
 
-def test_a_request_goes_all_the_way_with_each_part_under_its_own_user(
+def test_a_request_is_served_while_each_process_has_its_own_user(
     server: EmbeddedServer, model_folder: str, tmp_path: Path
 ) -> None:
     service = Service(server, model_folder, tmp_path, url=url_of(server, "admin"))
@@ -80,7 +80,7 @@ def test_a_request_goes_all_the_way_with_each_part_under_its_own_user(
             assert b"headrace_exporter_redis_up 1.0" in exporter.exposition.exposition()
         assert "NoPermission" not in worker.log_text()
         assert "permissions" not in worker.log_text()
-        # Celery's remote control is for the operator: it can be asked, and stops workers
+        # Celery's remote control, which can stop workers, is for the operator
         operator = Celery(broker=url_of(server, "operator"), set_as_current=False)
         operator.conf.update(task_serializer="msgpack", accept_content=["msgpack"])
         assert operator.control.inspect(timeout=60, limit=1).ping()
@@ -91,7 +91,7 @@ def test_a_request_goes_all_the_way_with_each_part_under_its_own_user(
 
 @pytest.fixture
 def stream_of_another(server: EmbeddedServer) -> Iterator[str]:
-    """A request of somebody else, which waits in a queue; its stream and its result are there, too."""
+    """A request of another client, in a queue; it has a stream and a result, too."""
     with connect(url_of(server, "admin")) as admin, Client(url_of(server, "admin"), model="tiny") as other:
         admin.flushdb()
         admin.acl_log_reset()
@@ -105,7 +105,7 @@ def stream_of_another(server: EmbeddedServer) -> Iterator[str]:
 
 
 def answer(server: EmbeddedServer, request_id: str) -> None:
-    """Plays the worker, under the worker's user: four tokens, the end and the result."""
+    """Play the worker, as its user: write four tokens, the end and the result."""
     with connect(url_of(server, "worker")) as worker:
         writer = StreamWriter(worker, 600)
         attempt = writer.claim(request_id, "w").attempt
@@ -123,7 +123,7 @@ def answer(server: EmbeddedServer, request_id: str) -> None:
 
 
 @pytest.mark.parametrize(("sender", "reader"), [("client", "client"), ("producer", "subscriber")])
-def test_the_client_library_does_all_that_it_is_for(
+def test_the_client_library_can_do_all_its_work(
     server: EmbeddedServer, stream_of_another: str, sender: str, reader: str
 ) -> None:
     settings = BrokerSettings(url_of(server, sender), max_queued_requests=9, max_queued_requests_per_tenant=2)
@@ -149,9 +149,7 @@ def test_the_client_library_does_all_that_it_is_for(
         assert admin.acl_log() == []
 
 
-async def test_the_gateway_does_all_that_it_is_for(
-    server: EmbeddedServer, stream_of_another: str, tmp_path: Path
-) -> None:
+async def test_the_gateway_can_do_all_its_work(server: EmbeddedServer, stream_of_another: str, tmp_path: Path) -> None:
     with connect(url_of(server, "admin")) as admin:
         letter = {"reason": "poison", "list": QUEUE, "deliveries": 1, "body": b"{}", "at": 1.0}
         admin.lpush("headrace:dead", pack(letter), pack({**letter, "at": 2.0}))
@@ -227,7 +225,7 @@ async def test_the_gateway_calls_the_tokenizer_of_a_worker(server: EmbeddedServe
 
 
 async def store_a_response(server: EmbeddedServer, client: Any, key: str) -> None:
-    """One in the background, which the collector stores, and then what may be done with it."""
+    """Create a response in the background, wait until the collector has stored it, and call every endpoint of it."""
     body = {"model": "tiny", "input": "a", "max_output_tokens": 4, "background": True}
     created = (await client.post("/v1/responses", json=body, headers=bearer(key))).json()["id"]
     with connect(url_of(server, "worker")) as worker:
@@ -243,7 +241,7 @@ async def store_a_response(server: EmbeddedServer, client: Any, key: str) -> Non
 
 
 def requests_of_gateway(worker: "redis.Redis", prefix: str = "cmpl-") -> list[str]:
-    """Waits until the gateway has sent its request, whose envelope was written before."""
+    """Wait until the gateway has sent a request; it has written the envelope before."""
     leases = Leases(worker, lease_seconds=60, delivery_limit=5)
     while True:
         for lease in leases.fetch(queue_lists(QUEUE), 1):
@@ -252,7 +250,7 @@ def requests_of_gateway(worker: "redis.Redis", prefix: str = "cmpl-") -> list[st
                 return [request_id]
 
 
-def test_a_quota_counts_what_is_sorted_for_a_user_that_may_not_read_messages(
+def test_a_quota_counts_sorted_messages_for_a_user_that_may_not_read_them(
     server: EmbeddedServer, stream_of_another: str
 ) -> None:
     settings = BrokerSettings(url_of(server, "producer"), max_queued_requests_per_tenant=2)
@@ -311,7 +309,7 @@ def test_the_operator_may_broadcast_and_revoke_and_others_may_not(
         return Celery(broker=url_of(server, user), backend=url_of(server, user), set_as_current=False)
 
     app = app_of("operator")
-    assert app.control.inspect(timeout=0.1).ping() is None  # nobody answers, and nothing refuses
+    assert app.control.inspect(timeout=0.1).ping() is None  # no worker answers, and Redis does not refuse
     app.control.revoke(stream_of_another, terminate=True)
     app.close()
     for user in ("client", "producer", "subscriber", "exporter"):
@@ -404,7 +402,7 @@ FORBIDDEN = {
         ["EVAL", "return redis.call('SET', 'celery-task-meta-x', 1)", "0"],
         ["EVAL", "return redis.call('PUBLISH', 'celery-task-meta-x', 1)", "0"],
     ],
-    "planted leases, settlements and models": [
+    "forged leases, settlements and models": [
         ["ZADD", LEASES, "0", "x"],
         ["HSET", "headrace:lease:meta", "x", "me|headrace.tiny"],
         ["DEL", "headrace:lease:body"],
@@ -423,7 +421,7 @@ FORBIDDEN = {
         ["EVAL", "return redis.call('SET', 'headrace:lease:body', 1)", "0"],
         ["EVAL", "return redis.call('SET', KEYS[1], 1)", "1", "headrace:stream:x"],
     ],
-    "ends of others": [
+    "deletion of others' data": [
         ["DEL", "headrace:stream:x"],
         ["UNLINK", "headrace:stream:x"],
         ["DEL", QUEUE],
@@ -464,7 +462,9 @@ FORBIDDEN = {
 
 @pytest.mark.parametrize("what", FORBIDDEN)
 @pytest.mark.parametrize("user", ["client", "producer", "subscriber"])
-def test_clients_reach_nothing_of_others(server: EmbeddedServer, stream_of_another: str, user: str, what: str) -> None:
+def test_clients_cannot_reach_data_of_others(
+    server: EmbeddedServer, stream_of_another: str, user: str, what: str
+) -> None:
     with connect(url_of(server, "admin")) as admin, connect(url_of(server, user)) as client:
         before = sorted(admin.keys())
         for command in FORBIDDEN[what]:
@@ -472,8 +472,8 @@ def test_clients_reach_nothing_of_others(server: EmbeddedServer, stream_of_anoth
         assert sorted(admin.keys()) == before
 
 
-@pytest.mark.parametrize("what", ["planted leases, settlements and models", "the server"])
-def test_a_gateway_plants_nothing_in_the_queue(server: EmbeddedServer, stream_of_another: str, what: str) -> None:
+@pytest.mark.parametrize("what", ["forged leases, settlements and models", "the server"])
+def test_a_gateway_cannot_forge_the_state_of_workers(server: EmbeddedServer, stream_of_another: str, what: str) -> None:
     with connect(url_of(server, "gateway")) as client:
         for command in FORBIDDEN[what]:
             assert is_refused(client, command), " ".join(command)
@@ -540,6 +540,6 @@ def is_refused(client: "redis.Redis", command: list[str]) -> bool:
         ),
     ],
 )
-def test_what_is_not_a_users_business_is_refused(server: EmbeddedServer, user: str, command: list[str]) -> None:
+def test_a_command_outside_a_users_role_is_refused(server: EmbeddedServer, user: str, command: list[str]) -> None:
     with connect(url_of(server, user)) as client, pytest.raises(redis.exceptions.NoPermissionError):
         client.execute_command(*command)

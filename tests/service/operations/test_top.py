@@ -1,4 +1,4 @@
-"""`headrace top` beside a real worker."""
+"""`headrace top` with a real worker."""
 
 import io
 import json
@@ -28,7 +28,7 @@ def run(url: str, *flags: str) -> Result:
 
 @pytest.fixture(scope="module")
 def busy(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One worker of two slots, two requests in it that outlast all tests, and others behind them."""
+    """A worker with two slots, two requests in them that run longer than all tests, and others that wait."""
     folder = tmp_path_factory.mktemp("top") / Path(model_folder).name
     shutil.copytree(model_folder, folder)
     config = folder / "config.json"
@@ -51,7 +51,7 @@ def test_the_report_counts_queues_workers_slots_and_requests(busy: Service) -> N
 
     def has_rate() -> bool:
         found.update(json.loads(run(busy.server.url, "--json").output))
-        # A worker that was too busy to answer the first of two looks has no rate.
+        # A worker that was too busy to answer the first of two samples has no rate.
         return any(worker["tokens_per_second"] is not None for worker in found["workers"])
 
     busy.wait_until(has_rate)
@@ -79,9 +79,9 @@ def test_a_service_without_workers_says_so_and_shows_its_queues(redis_server: Em
     assert found == {"queues": [], "workers": [], "slowest_requests": []}
     text = io.StringIO()
     Console(file=text, width=100).print(draw(found))
-    assert "No worker answers." in text.getvalue()
+    assert "No worker answered." in text.getvalue()
 
 
-def test_redis_away_is_one_sentence(tmp_path: Path) -> None:
+def test_an_unavailable_redis_is_an_error_of_ours(tmp_path: Path) -> None:
     result = run("redis://127.0.0.1:1/0", "--json")
     assert type(result.exception).__name__ == "QueueUnavailableError"

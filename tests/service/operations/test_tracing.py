@@ -128,7 +128,7 @@ def test_a_request_is_one_trace_from_its_submission_to_its_last_chunk(
     assert "Zanzibar" not in everything
 
 
-def test_latencies_lead_to_the_trace_of_a_request_if_it_is_recorded(
+def test_the_exemplars_of_latencies_have_the_trace_id_of_a_sampled_request(
     make_service: Callable[..., Service],
     collector: Collector,
     memory: InMemorySpanExporter,
@@ -192,7 +192,7 @@ def test_a_subscriber_of_a_failed_request_has_the_error_in_its_span(
     assert span.status.status_code.name == "ERROR"
 
 
-def test_a_context_that_is_none_is_no_error(redis_server: EmbeddedServer, redis_client: Any) -> None:
+def test_an_invalid_trace_context_is_no_error(redis_server: EmbeddedServer, redis_client: Any) -> None:
     StreamWriter(redis_client, 60).claim("r2", "w", "nonsense")
     provider = TracerProvider()
     with Client(redis_server.url, tracer_provider=provider) as client:

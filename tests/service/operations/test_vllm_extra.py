@@ -22,7 +22,7 @@ StartWorker = Callable[..., WorkerProcess]
 
 @pytest.fixture(scope="module")
 def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of a new environment with the extra."""
+    """The folder of programs in a new environment with the extra."""
     folder = tmp_path_factory.mktemp("vllm-extra")
     install_pip(folder, ["install", "--constraint", str(ROOT / "constraints.txt"), ".[vllm]"])
     return folder / "bin"
@@ -52,7 +52,7 @@ def start_worker(
         made.process.wait()
 
 
-def test_the_extra_brings_no_torch_and_nothing_that_reads_weights_with_it(bin_folder: Path) -> None:
+def test_the_extra_installs_neither_torch_nor_packages_that_read_weights(bin_folder: Path) -> None:
     command = pip(bin_folder.parent, "list", "--format", "json")
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     installed = {package["name"].lower() for package in json.loads(done.stdout)}
@@ -60,7 +60,7 @@ def test_the_extra_brings_no_torch_and_nothing_that_reads_weights_with_it(bin_fo
     assert {"torch", "accelerate", "gguf", "triton", "vllm"}.isdisjoint(installed)
 
 
-def test_a_worker_of_vllm_without_vllm_ends_with_one_sentence(start_worker: StartWorker, bin_folder: Path) -> None:
+def test_a_vllm_worker_without_vllm_ends_with_one_sentence(start_worker: StartWorker, bin_folder: Path) -> None:
     worker = start_worker(engine="vllm", device="auto")
     assert worker.process.wait(timeout=120) != 0
     (line,) = [line for line in worker.log_lines() if line["event"].startswith("the worker stops: ")]
@@ -69,7 +69,7 @@ def test_a_worker_of_vllm_without_vllm_ends_with_one_sentence(start_worker: Star
     assert "Traceback" not in worker.log_text()
 
 
-def test_a_worker_without_torch_serves_an_engine_of_an_environment_that_has_it(
+def test_a_worker_without_torch_serves_an_engine_in_an_environment_with_torch(
     start_worker: StartWorker, redis_server: EmbeddedServer
 ) -> None:
     worker = start_worker(engine="headrace", engine_python=sys.executable).wait_ready()
@@ -84,7 +84,7 @@ def test_a_worker_without_torch_serves_an_engine_of_an_environment_that_has_it(
     assert "PyTorch was not found" not in worker.log_text()
 
 
-def test_the_default_model_is_not_fetched_where_it_cannot_be_converted(bin_folder: Path, tmp_path: Path) -> None:
+def test_the_default_model_is_not_fetched_if_it_cannot_be_converted(bin_folder: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [bin_folder / "headrace", "model"],
         env={"PATH": str(bin_folder), "HOME": str(tmp_path), "PYTHONPATH": ""},

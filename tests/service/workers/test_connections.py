@@ -16,7 +16,7 @@ from headrace_broker.embedded import free_port
 from headrace_broker.errors import QueueUnavailableError
 from headrace_broker.settings import BrokerSettings
 from headrace_workers.exporter import Exporter
-from headrace_workers.top import Watcher, report
+from headrace_workers.top import ServiceSampler, report
 from service.certificates import Certificates, needs_openssl
 from service.servers import EVERY_PROGRAM, REDIS, make_server, needs_redis_server
 from service.workers.service import Service
@@ -40,7 +40,7 @@ def assert_serves(url: str) -> None:
         exporter.poll()
         assert b"headrace_exporter_redis_up 1.0" in exporter.exposition.exposition()
         with make_app(BrokerSettings(url)) as app:
-            seen = report(Watcher(reader, app, answer_seconds=10).look(), None)
+            seen = report(ServiceSampler(reader, app, answer_seconds=10).sample(), None)
         assert [worker["model"] for worker in seen["workers"]] == ["tiny"]
 
 

@@ -1,4 +1,4 @@
-"""The adapters that a worker serves: what an operator names, and nothing else."""
+"""The adapters that a worker serves: only those that the operator configures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unit.workers.fakes import FakeCeleryRequest
 
 
 def make(folder: Path, content: str = "{}") -> str:
-    """A folder that looks like an adapter's."""
+    """Make a folder that looks like an adapter; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(content)
     return str(folder)
@@ -36,14 +36,14 @@ def test_adapters_are_found_by_name_and_in_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["..", "../secret", "/etc", ".", "", "all/../../secret", "a\0b", ".hidden"])
-def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
+def test_a_name_cannot_lead_out_of_the_folder(tmp_path: Path, name: str) -> None:
     make(tmp_path / "secret")
     make(tmp_path / "all" / ".hidden")
     (tmp_path / "all" / "adapter_config.json").write_text("{}")
     assert Adapters({}, str(tmp_path / "all")).find(name) is None
 
 
-def test_an_adapter_that_was_written_anew_is_another_one(tmp_path: Path) -> None:
+def test_an_adapter_with_replaced_files_has_another_id(tmp_path: Path) -> None:
     adapters = Adapters({"sql": make(tmp_path / "sql")})
     first, again = adapters.find("sql"), adapters.find("sql")
     assert first == again
@@ -53,7 +53,7 @@ def test_an_adapter_that_was_written_anew_is_another_one(tmp_path: Path) -> None
     assert first.lora_int_id != changed.lora_int_id
 
 
-def test_adapters_come_and_go_with_their_folder(tmp_path: Path) -> None:
+def test_adapters_can_be_added_and_removed_while_the_worker_runs(tmp_path: Path) -> None:
     adapters = Adapters({}, str(tmp_path))
     assert adapters.enabled
     assert adapters.find("late") is None
@@ -63,12 +63,12 @@ def test_adapters_come_and_go_with_their_folder(tmp_path: Path) -> None:
     assert adapters.find("late") is None
 
 
-def test_without_any_the_engine_serves_none() -> None:
+def test_lora_is_off_without_adapters() -> None:
     assert not Adapters({}).enabled
     assert WorkerSettings(model="/m").engine_config().lora is None
 
 
-def test_settings_name_adapters_and_their_limits(tmp_path: Path) -> None:
+def test_settings_configure_adapters_and_their_limits(tmp_path: Path) -> None:
     one, two = make(tmp_path / "1"), make(tmp_path / "2")
     settings = WorkerSettings(model="/m", lora_modules=f"one={one}, two={two}", max_loras=1, max_lora_rank=64)
     lora = settings.engine_config().lora
@@ -87,7 +87,7 @@ def test_settings_name_adapters_and_their_limits(tmp_path: Path) -> None:
         ({"lora_dir": "/does/not/exist"}, "HEADRACE_LORA_DIR: the folder /does/not/exist does not exist"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_by_name(settings: dict[str, Any], words: str) -> None:
+def test_invalid_settings_are_refused_by_name(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(WorkerSettingsError, match=words):
         WorkerSettings(model="/m", **settings).engine_config()
 

@@ -1,4 +1,4 @@
-"""In which formats a model writes tool calls and reasoning, by excerpts of the chat templates of each family."""
+"""The formats of tool calls and reasoning, detected in excerpts of each family's chat templates."""
 
 # ruff: noqa: RUF001  # DeepSeek's tags have wide bars
 
@@ -107,7 +107,7 @@ SMOLLM_2 = r"""{% for message in messages %}{% if loop.first and messages[0]['ro
 
 
 def formats(template: str | None, *special: str, said: AnswerFormats = AnswerFormats(), **parts: Any) -> dict[str, Any]:  # noqa: B008
-    """What the worker registers for a model with this template and these special tokens."""
+    """Return what a worker registers for a model with this template and these special tokens."""
     backend = Tokenizer(WordLevel({"?": 0}, unk_token="?"))
     backend.add_special_tokens([AddedToken(text, special=True) for text in special])
     tokenizer: Any = SimpleNamespace(backend=backend)
@@ -140,12 +140,12 @@ def formats(template: str | None, *special: str, said: AnswerFormats = AnswerFor
         pytest.param(None, None, None, id="no-template"),
     ],
 )
-def test_a_template_tells_the_formats_of_its_family(
+def test_the_formats_of_a_family_are_detected_in_its_template(
     template: str | None, tool_parser: str | None, reasoning_parser: str | None
 ) -> None:
     found = formats(template)
     assert (found["tool_parser"], found["reasoning_parser"]) == (tool_parser, reasoning_parser)
-    make_parser(tool_parser, reasoning_parser, tools=(), prompt_tail=None)  # the gateway can read the two together
+    make_parser(tool_parser, reasoning_parser, tools=(), prompt_tail=None)  # the gateway can parse both together
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_template_tells_the_formats_of_its_family(
         ),
     ],
 )
-def test_a_template_tells_what_it_reads(template: str | None, traits: TemplateTraits) -> None:
+def test_the_variables_that_a_template_reads_are_detected(template: str | None, traits: TemplateTraits) -> None:
     assert formats(template)["template"] == traits
 
 
@@ -176,16 +176,16 @@ def test_a_template_tells_what_it_reads(template: str | None, traits: TemplateTr
         (DEEPSEEK_V3_TOOLS, "<｜tool▁calls▁begin｜>"),
     ],
 )
-def test_tags_that_are_special_tokens_are_told(template: str, tag: str) -> None:
+def test_tags_that_are_special_tokens_are_reported(template: str, tag: str) -> None:
     assert formats(template, "<eos>", tag)["template"].special_tags
     assert not formats(template, "<eos>")["template"].special_tags
 
 
-def test_a_template_for_tools_of_its_own_goes_before_the_other() -> None:
+def test_a_separate_template_for_tools_takes_precedence() -> None:
     assert formats(SMOLLM_2, tool_chat_template=QWEN_25)["tool_parser"] == "hermes"
 
 
-def test_a_template_in_a_loop_of_generation_tags_is_read() -> None:
+def test_a_template_with_tags_that_jinja_does_not_know_is_read() -> None:
     template = (
         "{%- generation -%}{{ message.content }}{% break %}{% endgeneration %}{% if tools %}<tool_call>{% endif %}"
     )
@@ -193,21 +193,21 @@ def test_a_template_in_a_loop_of_generation_tags_is_read() -> None:
     assert formats("{% unknown_tag %} tools <tool_call>")["tool_parser"] == "hermes"
 
 
-def test_what_the_operator_says_goes_before_the_template() -> None:
+def test_the_operators_choice_takes_precedence_over_the_template() -> None:
     said = formats(QWEN_3, said=AnswerFormats("none", "none"))
     assert (said["tool_parser"], said["reasoning_parser"]) == (None, None)
     said = formats(SMOLLM_2, said=AnswerFormats("granite", "mistral"))
     assert (said["tool_parser"], said["reasoning_parser"]) == ("granite", "mistral")
 
 
-def test_what_the_template_tells_never_contradicts_the_operator() -> None:
+def test_a_detected_format_is_dropped_if_it_does_not_fit_the_operators_choice() -> None:
     said = formats(QWEN_3, said=AnswerFormats(tool_parser="openai"))
     assert (said["tool_parser"], said["reasoning_parser"]) == ("openai", "openai")
     said = formats(GPT_OSS, said=AnswerFormats(reasoning_parser="think"))
     assert (said["tool_parser"], said["reasoning_parser"]) == (None, "think")
 
 
-def test_workers_and_gateways_know_the_same_formats() -> None:
+def test_workers_and_gateways_have_the_same_formats() -> None:
     assert set(TOOL_FORMATS) == TOOL_PARSERS
     assert set(REASONING_FORMATS) == REASONING_PARSERS
 
@@ -238,5 +238,5 @@ def test_an_unknown_format_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("reasoning_parser", ["think", "mistral"])
 def test_formats_that_exclude_each_other_are_refused(monkeypatch: pytest.MonkeyPatch, reasoning_parser: str) -> None:
-    with pytest.raises(WorkerSettingsError, match=r"HEADRACE_REASONING_PARSER: .*where HEADRACE_TOOL_PARSER is openai"):
+    with pytest.raises(WorkerSettingsError, match=r"HEADRACE_REASONING_PARSER: .*if HEADRACE_TOOL_PARSER is openai"):
         settings(monkeypatch, "openai", reasoning_parser)

@@ -1,4 +1,4 @@
-"""Input and output of a batch: which lines are read, which are written, and what a run that was killed leaves."""
+"""The files of a batch: which lines are read and written, and how a run resumes after a kill."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def written(path: Path, *lines: Any) -> str:
 
 
 class Models:
-    """A client that knows one model."""
+    """A client with one registered model."""
 
     async def models(self) -> dict[str, Any]:
         return {"m": model()}
@@ -60,7 +60,7 @@ def answered(path: Path, *custom_ids: str, is_ours: bool = True) -> set[str]:
         file.close()
 
 
-def test_blank_lines_are_passed_over_and_counted(tmp_path: Path) -> None:
+def test_blank_lines_are_skipped_but_counted(tmp_path: Path) -> None:
     name = written(tmp_path / "in", "", request("a"), "  \r", request("b"))
     with InputFile(name) as source:
         assert [number for number, _ in source.lines()] == [2, 4]
@@ -90,7 +90,7 @@ async def test_an_empty_input_is_refused(tmp_path: Path) -> None:
     assert refused.value.problems[0].code == "empty_file"
 
 
-async def test_of_many_problems_the_first_are_told_and_all_are_counted(tmp_path: Path) -> None:
+async def test_the_first_of_many_problems_are_reported_and_all_are_counted(tmp_path: Path) -> None:
     with pytest.raises(InputRefusedError, match="and 10 more") as refused:
         await check(written(tmp_path / "in", *["{"] * 30))
     assert [problem.line for problem in refused.value.problems] == list(range(1, 21))
@@ -106,7 +106,7 @@ async def test_an_input_that_cannot_be_read_twice_is_copied(tmp_path: Path) -> N
         os.close(read_end)
 
 
-def test_an_input_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_input_is_reported(tmp_path: Path) -> None:
     with pytest.raises(BatchError, match="cannot be read: No such file"):
         InputFile(str(tmp_path / "none"))
 
@@ -120,8 +120,8 @@ def test_answers_are_found_again(tmp_path: Path) -> None:
 
 
 @given(st.integers(min_value=0))
-def test_a_torn_last_line_is_cut_and_no_other(tmp_path_factory: pytest.TempPathFactory, kept: int) -> None:
-    path = tmp_path_factory.mktemp("torn") / "out"
+def test_only_an_incomplete_last_line_is_removed(tmp_path_factory: pytest.TempPathFactory, kept: int) -> None:
+    path = tmp_path_factory.mktemp("incomplete") / "out"
     lines = [answer_to("a"), answer_to("b")]
     whole = b"".join(lines)
     path.write_bytes(whole[: kept % (len(whole) + 1)])
@@ -130,7 +130,7 @@ def test_a_torn_last_line_is_cut_and_no_other(tmp_path_factory: pytest.TempPathF
     assert path.read_bytes() == b"".join(lines[:num_whole])
 
 
-def test_nothing_is_cut_from_a_file_that_no_run_has_begun(tmp_path: Path) -> None:
+def test_nothing_is_removed_from_a_file_that_no_run_created(tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_bytes(answer_to("a") + b"precious")
     with pytest.raises(BatchError, match=r"line 2 of .*precious does not end"):
@@ -138,7 +138,7 @@ def test_nothing_is_cut_from_a_file_that_no_run_has_begun(tmp_path: Path) -> Non
     assert path.read_bytes().endswith(b"precious")
 
 
-def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_answers_of_a_batch_is_refused(tmp_path: Path) -> None:
     name = written(tmp_path / "in", request("a"))
     with pytest.raises(BatchError, match=r"line 1 of .*in is not an answer of a batch"):
         answered(Path(name), "a")
@@ -165,7 +165,7 @@ def test_a_file_that_another_run_writes_is_refused(tmp_path: Path) -> None:
     first.close()
 
 
-def test_a_line_that_does_not_fit_leaves_nothing_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_does_not_fit_on_the_disk_is_removed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = AnswerFile(str(tmp_path / "out"))
     out.append(answer_to("a"))
     write = os.write
@@ -195,14 +195,14 @@ def test_lines_reach_the_disk_once_a_second_and_at_the_end(tmp_path: Path, monke
     out.close()
 
 
-def test_a_file_without_answers_is_not_made(tmp_path: Path) -> None:
+def test_no_file_is_created_without_answers(tmp_path: Path) -> None:
     errors = AnswerFile(str(tmp_path / "errors"))
     errors.sync()
     errors.close()
     assert not (tmp_path / "errors").exists()
 
 
-def test_a_run_goes_on_with_the_secret_that_it_began_with(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_secret_of_the_first(tmp_path: Path) -> None:
     path = tmp_path / "out.run"
     first = RunFile(path)
     first.begin()
@@ -214,7 +214,7 @@ def test_a_run_goes_on_with_the_secret_that_it_began_with(tmp_path: Path) -> Non
     assert RunFile(path).secret != first.secret
 
 
-def test_a_run_that_was_killed_before_its_secret_was_written_begins_anew(tmp_path: Path) -> None:
+def test_a_run_that_was_killed_before_it_wrote_its_secret_starts_over(tmp_path: Path) -> None:
     path = tmp_path / "out.run"
     path.touch()
     run = RunFile(path)
@@ -223,9 +223,9 @@ def test_a_run_that_was_killed_before_its_secret_was_written_begins_anew(tmp_pat
     assert not RunFile(path).is_new
 
 
-def test_another_file_is_not_taken_for_the_file_of_a_run(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_run_file_is_refused_and_stays(tmp_path: Path) -> None:
     path = tmp_path / "out.run"
     path.write_text("#!/bin/sh\n")
-    with pytest.raises(BatchError, match="is not the file of a run"):
+    with pytest.raises(BatchError, match="is not a run file"):
         RunFile(path)
     assert path.read_text() == "#!/bin/sh\n"

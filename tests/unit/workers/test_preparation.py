@@ -317,7 +317,7 @@ def test_an_adapter_on_a_hung_mount_holds_up_nobody_else(tmp_path: Path, monkeyp
 
 
 def test_lookups_that_hang_are_bounded_in_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_workers.file_lookups.MOST_LOOKUPS", 1)
+    monkeypatch.setattr("headrace_workers.file_lookups.MAX_LOOKUPS", 1)
     adapters = HungAdapters(tmp_path)
     desk = Desk(adapters=adapters)
     for name in ("r1", "r2"):

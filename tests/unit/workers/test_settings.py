@@ -1,4 +1,4 @@
-"""What an operator sets on a worker reaches the engine, and a wrong value is one sentence."""
+"""A worker's settings reach its engine, and an invalid value ends in one sentence."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_speculative_decoding_is_off_unless_it_is_set(setting: pytest.MonkeyPatch) -> None:
+def test_speculative_decoding_is_off_by_default(setting: pytest.MonkeyPatch) -> None:
     setting.delenv("HEADRACE_SPECULATIVE_CONFIG", raising=False)
     assert WorkerSettings.from_env().engine_config().speculative is None
 
 
-def test_defaults_of_messages_are_those_of_the_wire_unless_the_operator_says_otherwise(
+def test_defaults_of_messages_are_those_of_the_wire_unless_the_operator_changes_them(
     setting: pytest.MonkeyPatch,
 ) -> None:
     model = WorkerSettings.from_env().engine_config().model
@@ -47,26 +47,26 @@ def test_speculative_decoding_is_set_as_json(setting: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(("value", "on"), [("true", True), ("1", True), ("false", False)])
-def test_batch_invariance_is_set_by_a_word(setting: pytest.MonkeyPatch, value: str, on: bool) -> None:
+def test_batch_invariance_is_a_switch(setting: pytest.MonkeyPatch, value: str, on: bool) -> None:
     assert not WorkerSettings.from_env().engine_config().model.batch_invariant
     setting.setenv("HEADRACE_BATCH_INVARIANT", value)
     assert WorkerSettings.from_env().engine_config().model.batch_invariant is on
 
 
 @pytest.mark.parametrize("value", ["{bad", "[1]", "ngram"])
-def test_what_is_no_json_map_is_named(setting: pytest.MonkeyPatch, value: str) -> None:
+def test_an_invalid_json_object_is_refused_by_name(setting: pytest.MonkeyPatch, value: str) -> None:
     setting.setenv("HEADRACE_SPECULATIVE_CONFIG", value)
     with pytest.raises(WorkerSettingsError, match="HEADRACE_SPECULATIVE_CONFIG: "):
         WorkerSettings.from_env()
 
 
-def test_a_wrong_option_in_it_is_named(setting: pytest.MonkeyPatch) -> None:
+def test_an_invalid_value_in_a_json_object_is_refused_by_name(setting: pytest.MonkeyPatch) -> None:
     setting.setenv("HEADRACE_SPECULATIVE_CONFIG", '{"method": "ngram", "num_speculative_tokens": 99}')
     with pytest.raises(ConfigError, match="num_speculative_tokens is 99, must be an integer from 1 to 16"):
         WorkerSettings.from_env().engine_config()
 
 
-def test_a_folder_of_adapters_asks_for_an_engine_that_loads_them_while_it_runs(
+def test_a_folder_of_adapters_needs_an_engine_that_loads_them_while_it_runs(
     setting: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     setting.setenv("HEADRACE_LORA_DIR", str(tmp_path))
@@ -118,7 +118,7 @@ def test_more_queues_come_after_the_models_own(setting: pytest.MonkeyPatch) -> N
         WorkerSettings.from_env()
 
 
-def test_another_engine_judges_its_own_values(setting: pytest.MonkeyPatch) -> None:
+def test_another_engine_checks_its_own_values(setting: pytest.MonkeyPatch) -> None:
     fake_engine.offer(setting, "unit.engine.fake_engine:ENGINE")
     setting.setenv("HEADRACE_ENGINE", "fake")
     setting.setenv("HEADRACE_ENGINE_PYTHON", sys.executable)
@@ -133,7 +133,7 @@ def test_another_engine_judges_its_own_values(setting: pytest.MonkeyPatch) -> No
         WorkerSettings.from_env().engine_config()
 
 
-def test_an_engine_has_its_own_time_for_a_step_unless_the_operator_says_otherwise(setting: pytest.MonkeyPatch) -> None:
+def test_an_engine_has_its_own_stall_limit_unless_the_operator_sets_one(setting: pytest.MonkeyPatch) -> None:
     fake_engine.offer(setting, "unit.engine.fake_engine:ENGINE")
     assert WorkerSettings.from_env().stall_limit() == 60
     setting.setenv("HEADRACE_ENGINE", "fake")
@@ -142,7 +142,7 @@ def test_an_engine_has_its_own_time_for_a_step_unless_the_operator_says_otherwis
     assert WorkerSettings.from_env().stall_limit() == 5
 
 
-def test_a_worker_is_alive_for_longer_than_its_engine_may_take_for_a_step(setting: pytest.MonkeyPatch) -> None:
+def test_the_liveness_limit_is_at_least_twice_the_stall_limit(setting: pytest.MonkeyPatch) -> None:
     fake_engine.offer(setting, "unit.engine.fake_engine:ENGINE")
     assert WorkerSettings.from_env().step_timeout() == 120
     setting.setenv("HEADRACE_ENGINE", "fake")
@@ -161,7 +161,7 @@ def test_a_worker_is_alive_for_longer_than_its_engine_may_take_for_a_step(settin
         (["--engine-args", "gpu"], "HEADRACE_ENGINE_ARGS: "),
     ],
 )
-def test_a_wrong_flag_ends_the_command_with_one_sentence(flags: list[str], sentence: str) -> None:
+def test_an_invalid_flag_ends_the_command_with_one_sentence(flags: list[str], sentence: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "from headrace_workers.cli import main; main()", "worker", "--model", "/m", *flags],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Calls of the tokenizer inside a worker: beside the messages, one at a time, and each with an answer."""
+"""Tokenizer calls inside a worker: beside the messages, one at a time, and each with an answer."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def ask(answers: TokenizerAnswers, kind: str, **body: Any) -> dict[str, Any]:
     return unpack(answers.answer(kind, pack(body)))
 
 
-def test_tokens_come_with_their_texts_and_go_back_to_the_text(answers: TokenizerAnswers) -> None:
-    told = ask(answers, "tokenize", request={"prompt": "abc"}, token_strs=True)["result"]
-    assert told["token_strs"] == ["a", "b", "c"]
-    assert (told["count"], told["max_model_len"]) == (3, MODEL.max_model_len)
+def test_tokens_have_their_texts_and_are_decoded_to_the_same_text(answers: TokenizerAnswers) -> None:
+    result = ask(answers, "tokenize", request={"prompt": "abc"}, token_strs=True)["result"]
+    assert result["token_strs"] == ["a", "b", "c"]
+    assert (result["count"], result["max_model_len"]) == (3, MODEL.max_model_len)
     assert ask(answers, "count", request={"prompt": "abc"})["result"] == {
         "count": 3,
         "max_model_len": MODEL.max_model_len,
     }
-    assert ask(answers, "detokenize", tokens=told["tokens"])["result"] == {"prompt": "abc"}
+    assert ask(answers, "detokenize", tokens=result["tokens"])["result"] == {"prompt": "abc"}
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,12 @@ def test_tokens_come_with_their_texts_and_go_back_to_the_text(answers: Tokenizer
         ("detokenize", {"tokens": [100]}, "tokens must be below 100"),
     ],
 )
-def test_what_cannot_be_answered_is_refused(
-    answers: TokenizerAnswers, kind: str, body: dict[str, Any], named: str
-) -> None:
+def test_an_invalid_call_is_refused(answers: TokenizerAnswers, kind: str, body: dict[str, Any], named: str) -> None:
     error = ask(answers, kind, **body)["error"]
     assert (error["code"], named in error["message"]) == ("invalid_request", True), error
 
 
-def test_a_fault_tells_its_place_and_quotes_nothing() -> None:
+def test_an_unexpected_error_is_answered_without_text_of_the_call() -> None:
     class Broken(ModelTokenizer):
         def encode(self, text: str) -> list[int]:
             raise ZeroDivisionError(text)
@@ -87,7 +85,7 @@ def answered(desk: Desk, body: bytes = CALL.body) -> list[bytes]:
     return found
 
 
-def test_a_call_takes_no_slot_and_is_answered_while_all_are_busy() -> None:
+def test_a_call_takes_no_slot_and_is_answered_while_all_slots_are_taken() -> None:
     desk = Desk()
     while desk.dispatcher.credit():
         desk.accept(FakeCeleryRequest(f"r{desk.dispatcher.credit()}"))
@@ -112,7 +110,7 @@ def test_slow_calls_take_turns_with_slow_messages() -> None:
     assert found == [[b"x"]] * 3
 
 
-def test_a_call_counts_for_no_message() -> None:
+def test_a_call_in_progress_changes_neither_credit_nor_idleness() -> None:
     desk = Desk()
     desk.quick.is_held = True
     credit = desk.dispatcher.credit()
@@ -122,13 +120,13 @@ def test_a_call_counts_for_no_message() -> None:
     assert unpack(found[0])["result"]["count"] == 3
 
 
-def test_a_call_that_is_not_quick_goes_on_in_the_slow_lane() -> None:
+def test_a_call_that_is_not_quick_moves_to_the_slow_lane() -> None:
     desk = Desk()
     desk.quick.is_held = True
     found = answered(desk)
     desk.quick.answer("slow")
     assert unpack(found[0])["result"]["count"] == 3
-    assert unpack(answered(desk, CALL.body + b" " * QUICK_BODY_BYTES)[0])["error"]  # is no map, and was not quick
+    assert unpack(answered(desk, CALL.body + b" " * QUICK_BODY_BYTES)[0])["error"]  # neither a map nor quick
     assert not desk.quick.submitted
 
 
@@ -141,7 +139,7 @@ def test_a_call_whose_process_died_is_refused_with_the_reason() -> None:
 
 
 class FakeCalls:
-    """Redis's side: what it gives, or raises, in its order; then nothing more."""
+    """Stands for Redis: gives or raises each of `given` in order, then gives nothing."""
 
     def __init__(self, *given: Any) -> None:
         self._given = list(given)
@@ -165,7 +163,7 @@ class FakeCalls:
 
 
 def serving(calls: Any, answer: Callable[..., None], *, is_open: bool = True) -> tuple[TokenizerService, Any]:
-    """A service whose event loop the test turns."""
+    """Start a service whose event loop the test turns."""
     service, hub = TokenizerService(calls, answer, lambda: is_open), FakeHub()
     service.attach(hub)
     service.start()
@@ -177,13 +175,13 @@ def turn(hub: Any) -> None:
     on_readable()
 
 
-def test_a_call_is_answered_on_the_event_loop_and_the_next_one_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_answered_on_the_event_loop_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace_workers.tokenizer_service.TAKE_SECONDS", 0.01)
     taken: list[Any] = []
     calls = FakeCalls(CALL, redis.ConnectionError("away"), ValueError("odd"), None, TokenizerCall("2", "count", b""))
     service, hub = serving(calls, lambda kind, body, answered: taken.append((kind, body, answered)))
     try:
-        turn(hub)  # reading waits for the call
+        turn(hub)  # the read blocks until there is a call
         kind, body, done = taken.pop()
         assert (kind, body, calls.takes) == ("count", CALL.body, 1)  # one at a time
         done(b"first")
@@ -195,7 +193,7 @@ def test_a_call_is_answered_on_the_event_loop_and_the_next_one_behind_it(monkeyp
         service.stop()
 
 
-def test_a_worker_that_drains_takes_no_call_and_one_that_stops_waits_for_none() -> None:
+def test_a_draining_worker_takes_no_call_and_a_stopping_one_does_not_wait_for_one() -> None:
     calls = FakeCalls(CALL)
     service, _ = serving(calls, lambda *_: None, is_open=False)
     service.stop()
@@ -208,7 +206,7 @@ def test_a_worker_that_drains_takes_no_call_and_one_that_stops_waits_for_none() 
     assert not service._thread.is_alive()
 
 
-def test_the_dispatcher_is_open_for_calls_until_it_drains_and_while_redis_refuses() -> None:
+def test_the_dispatcher_takes_calls_unless_paused_or_drained_even_while_redis_refuses() -> None:
     desk = Desk()
     desk.redis.error = AWAY
     assert desk.dispatcher.answers_calls

@@ -1,5 +1,5 @@
-"""A batch straight on the queue, without a gateway; what it shares with batches over HTTP is `headrace_gateway.batch`.
+"""A batch straight on the queue, without a gateway. Batches over HTTP share the code in `headrace_gateway.batch`.
 
-run_file       the secret that the ids of a run's requests are made from, kept until the run is complete
-batch_run      from the input to the output and the file of errors
+run_file       the secret from which the request ids of a run are derived, kept until the run is complete
+batch_run      reads the input, and writes the output and the error file
 """

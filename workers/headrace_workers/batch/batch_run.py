@@ -1,4 +1,4 @@
-"""`BatchRun`: the lines of a batch that have no answer yet, a window of them in the queue at a time."""
+"""`BatchRun`: sends the unanswered lines of a batch, a window of them at a time, and writes their answers."""
 
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -23,7 +23,7 @@ from headrace_workers.batch.run_file import RunFile
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """What a batch is told. `source`, `output` and `errors` are paths; `-` is standard input and output."""
+    """The settings of a run. `source`, `output` and `errors` are paths; `-` is standard input or output."""
 
     source: str
     output: str
@@ -35,7 +35,7 @@ class BatchSettings:
 
 @dataclass(slots=True)
 class BatchCounts:
-    """Lines of the input; those of runs before this one count, too."""
+    """Counts of the input's lines, including the lines that earlier runs answered."""
 
     total: int = 0
     completed: int = 0
@@ -50,8 +50,8 @@ class BatchRun:
     """One run of a batch.
 
     Args:
-        on_progress: told after each change of the counts.
-        on_waiting: told why a line cannot be sent for the moment, each time that it is tried.
+        on_progress: called after each change of the counts.
+        on_waiting: called with the reason each time that a line cannot be sent.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class BatchRun:
         return self._output.name
 
     async def run(self) -> None:
-        """Send every line that has no answer, and write the answers as they come.
+        """Send every line that has no answer, and write the answers as they arrive.
 
-        Raises InputRefusedError before anything is sent, BatchError and QueueUnavailableError where it cannot go on.
+        Raises InputRefusedError before it sends anything; BatchError and QueueUnavailableError if it cannot go on.
         """
         broker = BrokerSettings.from_env({**os.environ, "HEADRACE_REDIS_URL": self._settings.redis_url})
         with InputFile(self._settings.source) as source:
@@ -116,7 +116,7 @@ class BatchRun:
     def _find_answered(self, known: Mapping[str, KnownLine], *, is_ours: bool) -> set[str]:
         if self._errors.exists():
             if self._output.exists() and self._errors.is_same_as(self._output):
-                raise BatchError(f"{self._errors.name} is the output: the errors need a file of their own")
+                raise BatchError(f"{self._errors.name} is also the output: errors need another file")
             self._errors.open()
         completed = find_answered(self._output, known, is_ours=is_ours)
         failed = find_answered(self._errors, known, is_ours=is_ours)

@@ -1,7 +1,7 @@
-"""`RunFile`: the secret that the ids of a run's requests are made from.
+"""`RunFile`: the secret from which the request ids of a run are derived.
 
-A run that was killed finds its requests in the queue by their ids, and nobody else can guess them. The file stands
-beside the output and is deleted when every line has its answer.
+The next run after a kill derives the same ids, and finds its requests in the queue by them; other clients cannot guess
+them. The file lies beside the output, and is deleted when every line has an answer.
 """
 
 import os
@@ -16,16 +16,16 @@ _SECRET: Final = re.compile(r"[0-9a-f]{32}\n")
 
 
 class RunFile:
-    """Reads the file, where it exists; `begin` makes it. Both raise BatchError.
+    """Read the file if it exists; `begin` creates it. Both raise BatchError.
 
     Args:
-        path: None for a run that cannot be gone on with.
+        path: None for a run that cannot be resumed.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path: Final = path
         self.is_new = True
-        """No run was begun before, or it was complete."""
+        """Whether there is no unfinished run to resume."""
         self.secret = secrets.token_hex(16)
         if path is None:
             return
@@ -33,14 +33,14 @@ class RunFile:
             text = path.read_text(encoding="ascii", errors="replace") if path.exists() else ""
         except OSError as error:
             raise BatchError(f"{path} cannot be read: {error.strerror}") from None
-        if not text:  # an empty one was never used: it is written before anything is sent
+        if not text:  # an empty one was never used, because the secret is written before anything is sent
             return
         if not _SECRET.fullmatch(text):
-            raise BatchError(f"{path} is not the file of a run: delete it, or name another output")
+            raise BatchError(f"{path} is not a run file: delete it, or name another output")
         self.secret, self.is_new = text.strip(), False
 
     def begin(self) -> None:
-        """Keep the secret for the next run. Done before anything is sent."""
+        """Write the secret, for the next run; call it before anything is sent."""
         if self._path is None or not self.is_new:
             return
         try:
@@ -53,6 +53,6 @@ class RunFile:
             raise BatchError(f"{self._path} cannot be written: {error.strerror}") from None
 
     def delete(self) -> None:
-        """The run is complete."""
+        """Delete the file; call it when the run is complete."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The command `headrace`. Each command's module imports what it needs, so that clients need no torch."""
+"""The command `headrace`. Each subcommand's module imports only what it needs, so that clients need no torch."""
 
 from headrace_workers.cli.main import main
 

@@ -1,4 +1,4 @@
-"""`headrace batch`: a file of requests straight on the queue, without a gateway. Needs no torch."""
+"""`headrace batch`: answer a file of requests on the queue, without a gateway. Needs no torch."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from headrace_workers.cli import options
 _DEFAULTS = BatchSettings("", "", "", "")
 _FAILED, _REFUSED, _SOME_ERRORS = 1, 2, 3
 _SUFFIX = ".jsonl"
-_TELL_SECONDS = 60.0
+_REPORT_SECONDS = 60.0
 
 
 @click.group()
@@ -33,20 +33,20 @@ def batch() -> None:
 @batch.command()
 @click.argument("source", metavar="INPUT")
 @click.argument("output", metavar="OUTPUT")
-@click.option("--errors", metavar="FILE", help="Answers that are errors [default: OUTPUT with .errors.jsonl].")
+@click.option("--errors", metavar="FILE", help="File for error answers [default: OUTPUT with .errors.jsonl].")
 @click.option(
     "--window",
     type=click.IntRange(1, 10_000),
     default=_DEFAULTS.window,
     show_default=True,
-    help="Most lines in the queue at once.",
+    help="Maximum number of lines in the queue at once.",
 )
 @click.option(
     "--priority",
     type=click.IntRange(0, 9),
     default=_DEFAULTS.priority,
     show_default=True,
-    help="0 is served first; a body may ask for a worse one.",
+    help="0 is served first; a line may ask for a worse one.",
 )
 @options.redis_url
 @options.as_json
@@ -55,23 +55,23 @@ def run(
 ) -> None:
     """Send every line of INPUT and append its answer to OUTPUT. `-` is standard input or output.
 
-    The same command goes on after Ctrl-C, SIGTERM, kill -9 or a full disk: what has an answer in OUTPUT or in the file
-    of errors is not sent again. Every line of INPUT is checked before the first is sent.
+    Run the same command again to resume after Ctrl-C, SIGTERM, kill -9 or a full disk: lines with an answer in OUTPUT
+    or in the error file are not sent again. Every line of INPUT is checked before the first is sent.
 
     \b
     Exit code 0: every answer is in OUTPUT.     3: every line has an answer, some are errors.
-              1: it cannot go on.               2: INPUT was refused, and nothing was sent.
+              1: the run cannot go on.          2: INPUT was refused, and nothing was sent.
             130: Ctrl-C (143: SIGTERM).
 
     \b
-    Example of a line of INPUT, here on two:
+    Example of a line of INPUT, wrapped here:
         {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
          "body": {"model": "my-model", "messages": [{"role": "user", "content": "Name three rivers."}]}}
     """
     if output == STANDARD and errors is None:
-        raise click.UsageError("with OUTPUT - the answers that are errors need a file: --errors FILE")
+        raise click.UsageError("OUTPUT - needs a file for error answers: --errors FILE")
     if output == STANDARD and as_json:
-        raise click.UsageError("--json needs standard output for itself: name a file as OUTPUT")
+        raise click.UsageError("--json prints to standard output: OUTPUT must be a file")
     errors = f"{output.removesuffix(_SUFFIX)}.errors{_SUFFIX}" if errors is None else errors
     if errors == STANDARD:
         raise click.UsageError("--errors must be a file, not standard output")
@@ -93,12 +93,12 @@ def run(
 
 
 def _outcome(run: BatchRun) -> dict[str, Any]:
-    """How the run ended, for the summary."""
+    """Run the batch, and return how it ended, for the summary."""
     try:
         asyncio.run(_until_sigterm(run))
     except (KeyboardInterrupt, asyncio.CancelledError) as error:
         number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
-        message = "interrupted; requests that were sent go on, and the same command reads their answers"
+        message = "interrupted; the requests in the queue go on, and the same command reads their answers"
         return {"status": "interrupted", "message": message, "exit_code": 128 + number}
     except InputRefusedError as error:
         problems = {"problems": [asdict(problem) for problem in error.problems], "num_problems": error.num_problems}
@@ -117,16 +117,16 @@ async def _until_sigterm(run: BatchRun) -> None:
 
 
 class _Progress:
-    """The bar on a terminal. Why the run waits is told anywhere, at most once a minute."""
+    """Draw a bar on a terminal, and print why the run waits, at most once a minute."""
 
     def __init__(self, bar: Any) -> None:
         self._bar = bar
         self._shown: int | None = None
-        self._told_at = -math.inf
+        self._reported_at = -math.inf
 
     def show(self, counts: BatchCounts) -> None:
         done = counts.completed + counts.failed
-        if self._shown is None:  # those of runs before this one say nothing of its speed
+        if self._shown is None:  # lines of earlier runs must not count in the speed
             self._bar.length = counts.total - done
             self._shown = done
         self._bar.update(done - self._shown, f"{counts.failed} errors" if counts.failed else "")
@@ -134,8 +134,8 @@ class _Progress:
 
     def wait(self, reason: str) -> None:
         now = time.monotonic()
-        if now - self._told_at >= _TELL_SECONDS:
-            self._told_at = now
+        if now - self._reported_at >= _REPORT_SECONDS:
+            self._reported_at = now
             click.echo(f"waiting: {reason}" if self._bar.hidden else f"\nwaiting: {reason}", err=True)
 
 

@@ -15,17 +15,17 @@ from headrace_workers.cli import options
 
 @click.command()
 @click.argument("prompt")
-@click.option("--model", metavar="NAME", help="Served name [default: the only one that the service knows].")
-@click.option("--lora", metavar="NAME", help="LoRA adapter that the workers serve under this name.")
-@click.option("--chat", is_flag=True, help="Send the prompt as a user's message, through the model's chat template.")
-@click.option("--system", metavar="TEXT", help="With --chat: a system message before it.")
-@click.option("--max-tokens", type=int, default=256, show_default=True, help="Most tokens to generate.")
-@click.option("--temperature", type=float, help="0 always takes the likeliest token [default: 1].")
-@click.option("--top-p", type=float, help="Draw from the likeliest tokens that reach this probability.")
-@click.option("--seed", type=int, help="Same seed, same answer.")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text; may be given more than once.")
+@click.option("--model", metavar="NAME", help="Served name [default: the only one that is registered].")
+@click.option("--lora", metavar="NAME", help="LoRA adapter, by its name at the workers.")
+@click.option("--chat", is_flag=True, help="Send the prompt as a user message, through the model's chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat: a system message before the prompt.")
+@click.option("--max-tokens", type=int, default=256, show_default=True, help="Maximum number of new tokens.")
+@click.option("--temperature", type=float, help="0 always takes the most likely token [default: 1].")
+@click.option("--top-p", type=float, help="Sample from the most likely tokens up to this total probability.")
+@click.option("--seed", type=int, help="The same seed gives the same answer.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; may be repeated.")
 @click.option("--priority", type=click.IntRange(0, 9), default=0, show_default=True, help="0 is served first.")
-@click.option("--timeout", type=float, default=300.0, show_default=True, metavar="S", help="Longest silence.")
+@click.option("--timeout", type=float, default=300.0, show_default=True, metavar="S", help="Longest wait for output.")
 @options.redis_url
 @options.as_json
 def generate(
@@ -42,7 +42,7 @@ def generate(
 ) -> None:
     """Send PROMPT to the service and print the answer while it is generated. `-` reads the prompt from stdin.
 
-    Ctrl-C cancels the request. Exit code 1 when the request fails.
+    Ctrl-C cancels the request. Exit code 1 if the request fails.
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     params = {
@@ -76,13 +76,13 @@ def generate(
 @options.redis_url
 @options.as_json
 def status(request_id: str, redis_url: str, as_json: bool) -> None:
-    """Say how far the request REQUEST_ID is: pending (queued or unknown), running, or finished and how."""
+    """Print the state of the request REQUEST_ID: pending (queued or unknown), running, or finished and why."""
     with Client(redis_url) as client:
         found = client.status(request_id)
     if as_json:
         click.echo(json.dumps(asdict(found)))
     elif found.state == "pending":
-        click.echo("pending: no worker has begun it, or it is not known (any more)")
+        click.echo("pending: no worker has started it, or its id is unknown or expired")
     else:
         how = f" ({found.finish_reason})" if found.finish_reason else ""
         click.echo(f"{found.state}{how}: {found.tokens} tokens, attempt {found.attempt}")
@@ -93,10 +93,10 @@ def status(request_id: str, redis_url: str, as_json: bool) -> None:
 @options.redis_url
 @options.as_json
 def cancel(request_id: str, redis_url: str, as_json: bool) -> None:
-    """End the request REQUEST_ID: a queued one never runs, a running one stops at its next chunk.
+    """Cancel the request REQUEST_ID: a queued one never runs, a running one stops at its next chunk.
 
-    Exit code 1 when it had ended already, or when no such request is known: it has no message in the queue of a model
-    that was ever served, no stream and no result.
+    Exit code 1 if it has already ended, or if its id is unknown: it has no stream and no result, and no message in the
+    queue of a registered model.
     """
     with Client(redis_url) as client:
         is_known = client.is_known(request_id)
@@ -104,9 +104,9 @@ def cancel(request_id: str, redis_url: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"request_id": request_id, "cancelled": cancelled, "known": is_known}))
     elif is_known is False:
-        click.echo(f"no request {request_id} is known: it is in no queue, and has no stream and no result", err=True)
+        click.echo(f"request {request_id} is unknown: it is in no queue, and has no stream and no result", err=True)
     else:
-        click.echo("cancelled" if cancelled else "it had ended already")
+        click.echo("cancelled" if cancelled else "the request has already ended")
     sys.exit(0 if cancelled else 1)
 
 
@@ -116,7 +116,7 @@ def _only_model(client: Client) -> str:
         return known[0]
     if not known:
         raise click.UsageError("no worker has served a model here yet: start one, or name the queue with --model")
-    raise click.UsageError(f"the service knows several models, choose one with --model: {', '.join(known)}")
+    raise click.UsageError(f"several models are registered, choose one with --model: {', '.join(known)}")
 
 
 def _print_stream(client: Client, request_id: str, timeout: float) -> None:

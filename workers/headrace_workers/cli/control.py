@@ -1,4 +1,4 @@
-"""`headrace control`: look at running workers, and pause, resume or drain them."""
+"""`headrace control`: inspect running workers, and pause, resume or drain them."""
 
 import json
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ ANSWER_SECONDS = 2.0
 
 @click.command()
 @click.argument("command", type=click.Choice(list(_COMMANDS)))
-@click.option("--worker", "workers", multiple=True, metavar="NAME", help="Only this one; may be given more than once.")
+@click.option("--worker", "workers", multiple=True, metavar="NAME", help="Only this worker; may be repeated.")
 @click.option(
-    "--grace-seconds", type=click.FloatRange(min=0), metavar="S", help="With drain: hand back the rest after it."
+    "--grace-seconds", type=click.FloatRange(min=0), metavar="S", help="With drain: requeue the rest after this time."
 )
-@click.option("--level", type=click.Choice(LEVELS, case_sensitive=False), help="With log-level: the new one.")
+@click.option("--level", type=click.Choice(LEVELS, case_sensitive=False), help="With log-level: the new level.")
 @click.option(
-    "--timeout", type=float, default=ANSWER_SECONDS, show_default=True, metavar="S", help="How long answers may take."
+    "--timeout", type=float, default=ANSWER_SECONDS, show_default=True, metavar="S", help="Longest wait for answers."
 )
 @options.redis_url
 @options.as_json
@@ -39,21 +39,21 @@ def control(
     redis_url: str,
     as_json: bool,
 ) -> None:
-    """Tell all running workers, or those named, to do COMMAND, and print what each answers.
+    """Send COMMAND to all running workers, or to those named, and print their answers.
 
     \b
-    stats   what the worker and its engine are doing
-    pause   take no more requests; those that run go on
+    stats   show the state of the worker and its engine
+    pause   take no more requests; running ones go on
     resume  take requests again
-    drain   take no more requests, and end when those that run have ended
-    log-level  change the level of the log, until the worker ends
+    drain   take no more requests, and exit when the running ones have ended
+    log-level  change the level of the log, until the worker exits
 
-    Exit code 1 when no worker answers, or one refuses.
+    Exit code 1 if no worker answers, or if one refuses.
     """
     if grace_seconds is not None and command != "drain":
-        raise click.UsageError("--grace-seconds goes with drain")
+        raise click.UsageError("--grace-seconds is only for drain")
     if (level is None) is (command == "log-level"):
-        raise click.UsageError("--level goes with log-level, and log-level needs it")
+        raise click.UsageError("--level is only for log-level, which requires it")
     arguments = {"grace_seconds": grace_seconds, "level": level}
     given = {name: value for name, value in arguments.items() if value is not None}
     tell_workers(BrokerSettings(redis_url=redis_url), command, workers, timeout, given, as_json=as_json)
@@ -68,7 +68,7 @@ def tell_workers(
     *,
     as_json: bool = False,
 ) -> None:
-    """Prints the answers; exit code 1 when no worker answers, or one refuses."""
+    """Send a command and print the answers; exit with code 1 if no worker answers, or if one refuses."""
     answers = ask_workers(settings, command, workers, timeout, arguments)
     if as_json:
         click.echo(json.dumps(answers))
@@ -88,7 +88,7 @@ def ask_workers(
     timeout: float,
     arguments: Mapping[str, float | str] = MappingProxyType({}),
 ) -> dict[str, dict[str, Any]]:
-    """The answers by worker's name. Raises QueueUnavailableError."""
+    """Send a command and return the answers by worker name. Raises QueueUnavailableError."""
     app = make_app(settings)
     try:
         with unavailable(settings, "ask the workers"):

@@ -1,4 +1,4 @@
-"""`headrace dead-letters`: messages that no worker will be given again."""
+"""`headrace dead-letters`: messages that no worker gets again."""
 
 import json
 import time
@@ -15,18 +15,18 @@ from headrace_workers.cli import options
 
 @click.group("dead-letters")
 def dead_letters() -> None:
-    """List, inspect, send again, or delete the messages that no worker will be given again.
+    """List, inspect, requeue or delete dead letters: messages that no worker gets again.
 
-    A message ends here after too many deliveries, when it kills the engine, or when it cannot be read.
+    A message becomes a dead letter after too many deliveries, if it kills the engine, or if it cannot be read.
     """
 
 
 def _selection(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.argument("names", nargs=-1, metavar="[LETTER_OR_REQUEST_ID]..."),
-        click.option("--all", "everything", is_flag=True, help="All of them, or all that the other options leave."),
-        click.option("--model", metavar="NAME", help="Only those of this model's queue."),
-        click.option("--reason", metavar="TEXT", help="Only those whose reason begins with this."),
+        click.option("--all", "everything", is_flag=True, help="All dead letters that match the other options."),
+        click.option("--model", metavar="NAME", help="Only those from this model's queue."),
+        click.option("--reason", metavar="TEXT", help="Only those whose reason begins with this text."),
         options.redis_url,
         options.as_json,
     ):
@@ -35,13 +35,13 @@ def _selection(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dead_letters.command("list")
-@click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="The newest so many.")
-@click.option("--model", metavar="NAME", help="Only those of this model's queue.")
-@click.option("--reason", metavar="TEXT", help="Only those whose reason begins with this.")
+@click.option("--limit", type=click.IntRange(1), default=100, show_default=True, help="List at most this many.")
+@click.option("--model", metavar="NAME", help="Only those from this model's queue.")
+@click.option("--reason", metavar="TEXT", help="Only those whose reason begins with this text.")
 @options.redis_url
 @options.as_json
 def list_letters(limit: int, model: str | None, reason: str | None, redis_url: str, as_json: bool) -> None:
-    """List the newest first: letter id, request id, age, queue, deliveries and reason."""
+    """List dead letters, the newest first: letter id, request id, age, queue, deliveries and reason."""
     with Client(redis_url) as client:
         letters = [letter for letter in client.dead_letters() if _matches(letter, model, reason)][:limit]
     if as_json:
@@ -57,12 +57,12 @@ def list_letters(limit: int, model: str | None, reason: str | None, redis_url: s
 
 @dead_letters.command("inspect")
 @click.argument("name", metavar="LETTER_OR_REQUEST_ID")
-@click.option("--body", is_flag=True, help="Also print the whole message as it is, with its prompt.")
+@click.option("--body", is_flag=True, help="Also print the body of the message, with its prompt.")
 @options.redis_url
 def inspect_letter(name: str, body: bool, redis_url: str) -> None:
-    """Print what is known of one dead letter, as JSON; its prompt only with --body."""
+    """Print one dead letter as JSON, without its prompt unless --body is given."""
     with Client(redis_url) as client:
-        [letter, *_] = _chosen(client.dead_letters(), (name,), False, None, None)
+        [letter, *_] = _select(client.dead_letters(), (name,), False, None, None)
     found = _summary(letter)
     if body:
         found["body"] = letter.body.decode(errors="backslashreplace")
@@ -74,11 +74,11 @@ def inspect_letter(name: str, body: bool, redis_url: str) -> None:
 def requeue_letters(
     names: tuple[str, ...], everything: bool, model: str | None, reason: str | None, redis_url: str, as_json: bool
 ) -> None:
-    """Send messages again under their old ids, to run from their beginning."""
+    """Put messages back into their queues under their old ids; their requests start over."""
     with Client(redis_url) as client:
-        letters = _chosen(client.dead_letters(), names, everything, model, reason)
+        letters = _select(client.dead_letters(), names, everything, model, reason)
         count = len(client.requeue_dead_letters(letters))
-    click.echo(json.dumps({"requeued": count}) if as_json else f"{count} sent again")
+    click.echo(json.dumps({"requeued": count}) if as_json else f"{count} requeued")
 
 
 @dead_letters.command("purge")
@@ -86,18 +86,18 @@ def requeue_letters(
 def purge_letters(
     names: tuple[str, ...], everything: bool, model: str | None, reason: str | None, redis_url: str, as_json: bool
 ) -> None:
-    """Delete messages for good."""
+    """Delete messages permanently."""
     with Client(redis_url) as client:
-        letters = _chosen(client.dead_letters(), names, everything, model, reason)
+        letters = _select(client.dead_letters(), names, everything, model, reason)
         count = client.purge_dead_letters(letters)
     click.echo(json.dumps({"purged": count}) if as_json else f"{count} deleted")
 
 
-def _chosen(
+def _select(
     letters: list[DeadLetter], names: tuple[str, ...], everything: bool, model: str | None, reason: str | None
 ) -> list[DeadLetter]:
     if everything == bool(names):
-        raise click.UsageError("name the letters by their own or their requests' ids, or say --all")
+        raise click.UsageError("give letter ids or request ids, or else --all")
     known = {name for letter in letters for name in (letter.letter_id, letter.request_id)}
     missing = [name for name in names if name not in known]
     if missing:

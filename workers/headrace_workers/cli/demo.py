@@ -1,4 +1,4 @@
-"""`headrace demo`: how the demo looks in a terminal."""
+"""`headrace demo`: run the demo and draw it in a terminal."""
 
 import signal
 import sys
@@ -24,16 +24,16 @@ _PANEL_LINES = 9
 @click.option(
     "--watch",
     is_flag=True,
-    help="As --keep, under a small steady load, with metrics where monitoring/prometheus/local.yml looks for them.",
+    help="As --keep, with a small steady load, and with metrics on the ports in monitoring/prometheus/local.yml.",
 )
 def demo(keep: bool, watch: bool) -> None:
-    """Show the whole service once, on this machine: needs no Redis, no GPU and no configuration.
+    """Show the whole service once, on this machine. Needs no Redis, no GPU and no configuration.
 
     Fetches a small model (93 MB, once), starts a Redis-compatible server and a Celery worker, sends eight chat requests
     at once from another process, draws the eight token streams live, checks that every result equals its stream, and
     leaves no process behind.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is cleaned up then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that SIGTERM, too, cleans up
     console = Console()
     live = Live(console=console, refresh_per_second=12)
 
@@ -48,7 +48,7 @@ def demo(keep: bool, watch: bool) -> None:
         console.print("[dim]The service runs until Ctrl-C.[/]")
         try:
             if watch:
-                console.print("A few requests come every few seconds: docs/quickstart.md says how to watch them.")
+                console.print("A few requests are sent every few seconds: docs/quickstart.md says how to watch them.")
                 SteadyLoad(redis_url, report.model, QUESTIONS, progress).run()
             signal.pause()
         except KeyboardInterrupt:
@@ -120,5 +120,5 @@ def _print_next(console: Console, report: Report, redis_url: str) -> None:
         f'  .venv/bin/headrace generate --chat "What is a headrace?"\n'
         f"  curl -s {report.metrics_url} | grep headrace_generation_tokens_total",
         highlight=False,
-        soft_wrap=True,  # a line that is to be pasted must stay one
+        soft_wrap=True,  # a line to paste must not be broken
     )

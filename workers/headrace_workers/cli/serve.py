@@ -1,4 +1,4 @@
-"""`headrace serve`: one command from nothing to an HTTP service."""
+"""`headrace serve`: start the whole service with one command."""
 
 import json
 import shlex
@@ -14,21 +14,21 @@ from headrace_workers.local_service import LocalService, RunningService, check_f
 
 
 @click.command()
-@click.option("--model", metavar="PATH_OR_NAME", default=default_model.NAME, show_default=True, help="What to serve.")
-@click.option("--redis-url", envvar="HEADRACE_REDIS_URL", metavar="URL", help="A queue that runs [default: its own].")
+@click.option("--model", metavar="PATH_OR_NAME", default=default_model.NAME, show_default=True, help="Model to serve.")
+@click.option("--redis-url", envvar="HEADRACE_REDIS_URL", metavar="URL", help="A running Redis [default: its own].")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the gateway.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port of the gateway.")
-@click.option("--keys", type=click.Path(exists=True, dir_okay=False), help="File of API keys; needed beyond loopback.")
+@click.option("--keys", type=click.Path(exists=True, dir_okay=False), help="API key file; not needed on loopback.")
 @click.option(
-    "--files", type=click.Path(file_okay=False, path_type=Path), help="Folder of uploads and batches [default: none]."
+    "--files", type=click.Path(file_okay=False, path_type=Path), help="Folder for uploads and batches [default: none]."
 )
 def serve(model: str, redis_url: str | None, host: str, port: int, keys: str | None, files: Path | None) -> None:
     """Serve a model over HTTP with OpenAI's API: a queue, a worker and a gateway, until Ctrl-C.
 
-    Needs no Redis, no GPU and no configuration. Everything that it starts ends with it.
+    Needs no Redis, no GPU and no configuration. When it exits, it ends everything that it started.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is ended then too
-    # before anything is fetched or started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that SIGTERM, too, ends everything
+    # refuse bad settings before anything is fetched or started
     GatewaySettings(host=host, port=port, keys=None if keys is None else Path(keys))
     check_free(host, port)
     try:
@@ -56,8 +56,8 @@ def _introduce(running: RunningService, *, has_keys: bool) -> None:
         f"Try it: curl -N {running.url}/v1/chat/completions{key} -H 'Content-Type: application/json'"
         f" -d {shlex.quote(json.dumps(body))}"
     )
-    click.echo(f"The page: {running.url}/")
-    click.echo("Ctrl-C ends it.")
+    click.echo(f"Web page: {running.url}/")
+    click.echo("Press Ctrl-C to stop.")
 
 
 def _progress(line: str) -> None:

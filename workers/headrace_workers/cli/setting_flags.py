@@ -1,4 +1,4 @@
-"""The flags of a command that sets declared options: one for each, of the same name."""
+"""`setting_flags`: a command's flags, one for each declared option, with the same name."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,7 +11,7 @@ Command = Callable[..., Any]
 
 
 def setting_flags(options: Iterable[Option]) -> Callable[[Command], Command]:
-    """Decorate a command. A flag that is not given is None: the default is that of the option."""
+    """Return a decorator that adds the flags to a command. A flag that is not given is None: the option's default."""
 
     def decorate(command: Command) -> Command:
         for option in reversed(tuple(options)):

@@ -1,4 +1,4 @@
-"""`headrace top`: the service live in the terminal."""
+"""`headrace top`: show the service live in the terminal."""
 
 import json
 import time
@@ -16,42 +16,42 @@ from headrace_broker.connections import REDIS_ERRORS, connect
 from headrace_broker.errors import QueueUnavailableError
 from headrace_broker.settings import BrokerSettings
 from headrace_workers.cli import options
-from headrace_workers.top import Watcher, report
+from headrace_workers.top import ServiceSampler, report
 
-_DASH = "–"  # noqa: RUF001  # the dash of tables: there is no such number
+_DASH = "–"  # noqa: RUF001  # a cell without a value
 
 
 @click.command()
 @options.redis_url
 @click.option(
-    "--interval", type=click.FloatRange(0.2, 60), default=2.0, show_default=True, metavar="S", help="Between two looks."
+    "--interval", type=click.FloatRange(0.2, 60), default=2.0, show_default=True, metavar="S", help="Update interval."
 )
-@click.option("--once", is_flag=True, help="Print one table and end.")
+@click.option("--once", is_flag=True, help="Print the tables once and exit.")
 @options.as_json
 def top(redis_url: str, interval: float, once: bool, as_json: bool) -> None:
-    """Show queues, workers, slots, tokens a second, time to first token, KV use and the slowest requests, live.
+    """Show queues, workers, slots, tokens per second, time to first token, KV use and the slowest requests, live.
 
-    It looks at Redis and asks the workers by Celery's remote control. --json prints one report, with the rates of one
-    interval, and ends. Ctrl-C ends it.
+    The command reads Redis, and asks the workers through Celery's remote control. --json prints one report, with the
+    rates of one interval, and exits. Press Ctrl-C to stop.
     """
     settings = BrokerSettings(redis_url=redis_url)
     app = make_app(settings)
     try:
         with connect(settings.redis_url) as client:
-            _watch(Watcher(client, app), interval, once=once, as_json=as_json)
+            _show(ServiceSampler(client, app), interval, once=once, as_json=as_json)
     except REDIS_ERRORS as error:
-        raise QueueUnavailableError(settings.safe_url, "look at the service", error) from error
+        raise QueueUnavailableError(settings.safe_url, "read the state of the service", error) from error
     except KeyboardInterrupt:
         return
     finally:
         app.close()
 
 
-def _watch(watcher: Watcher, interval: float, *, once: bool, as_json: bool) -> None:
-    before = watcher.look()
+def _show(sampler: ServiceSampler, interval: float, *, once: bool, as_json: bool) -> None:
+    before = sampler.sample()
     time.sleep(interval)
     if as_json or once:
-        found = report(watcher.look(), before)
+        found = report(sampler.sample(), before)
         if as_json:
             click.echo(json.dumps(found))
         else:
@@ -59,15 +59,15 @@ def _watch(watcher: Watcher, interval: float, *, once: bool, as_json: bool) -> N
         return
     with Live(draw(report(before, None)), auto_refresh=False, screen=True) as live:
         while True:
-            sample = watcher.look()
+            sample = sampler.sample()
             live.update(draw(report(sample, before)), refresh=True)
             before = sample
             time.sleep(interval)
 
 
 def draw(found: Mapping[str, Any]) -> Group:
-    """The report as tables."""
-    queues = _table("Queues", "model", "ready", "in hands", "run out", "dead", "oldest")
+    """Return the report as tables."""
+    queues = _table("Queues", "model", "ready", "leased", "expired", "dead", "oldest")
     for queue in found["queues"]:
         counts = (str(queue[name]) for name in ("ready", "leased", "run_out", "dead"))
         queues.add_row(Text(queue["model"]), *counts, _seconds(queue["oldest_age_seconds"]))
@@ -84,7 +84,7 @@ def draw(found: Mapping[str, Any]) -> Group:
             _DASH if rate is None else f"{rate:.1f}",
             _seconds(worker["mean_time_to_first_token_seconds"]),
         )
-    slowest = _table("Slowest requests", "request", "worker", "attempt", "tokens", "here for")
+    slowest = _table("Slowest requests", "request", "worker", "attempt", "tokens", "time here")
     for request in found["slowest_requests"]:
         slowest.add_row(
             Text(request["request_id"]),
@@ -93,7 +93,7 @@ def draw(found: Mapping[str, Any]) -> Group:
             str(request["tokens"]),
             _seconds(request["seconds"]),
         )
-    return Group(queues, workers if found["workers"] else Text("No worker answers.", style="bold red"), slowest)
+    return Group(queues, workers if found["workers"] else Text("No worker answered.", style="bold red"), slowest)
 
 
 def _table(title: str, first: str, *columns: str) -> Table:

@@ -1,4 +1,4 @@
-"""`headrace worker`: flags become the environment variables of the same name, then Celery's worker runs."""
+"""`headrace worker`: set the environment variables of the given flags, then run Celery's worker."""
 
 import os
 import socket
@@ -14,33 +14,33 @@ from headrace_workers.settings import SETTINGS, WorkerSettings
 @click.command()
 @click.option("--redis-url", metavar="URL", help="redis://, rediss://, unix:// or sentinel:// [default: local Redis].")
 @setting_flags(SETTINGS)
-@click.option("--tenant-weights", metavar="A=4,B=2", help="Shares of the queue, by tokens [default: 1 for everybody].")
+@click.option("--tenant-weights", metavar="A=4,B=2", help="Shares of a queue's tokens [default: 1 for each tenant].")
 @click.option(
     "--max-queued-requests-per-tenant",
     type=int,
     metavar="N",
-    help="Requests of a tenant that may wait; more are refused [default: no limit].",
+    help="Most requests of a tenant that may wait; further ones are refused [default: no limit].",
 )
 @click.option(
     "--ageing-seconds",
     type=float,
     metavar="S",
-    help="Waiting so long is worth one priority step, 0: nothing [default: 120].",
+    help="A request moves up one priority after each such wait; 0: never [default: 120].",
 )
-@click.option("--prefix-affinity", is_flag=True, default=None, help="Prefer prompts that begin as recent ones [off].")
+@click.option("--prefix-affinity", is_flag=True, default=None, help="Prefer prompts with a prefix of recent ones.")
 @click.option(
-    "--lease-seconds", type=float, metavar="S", help="A silent worker loses its requests after [default: 15]."
+    "--lease-seconds", type=float, metavar="S", help="A lease that is not renewed expires after this [default: 15]."
 )
-@click.option("--drain", is_flag=True, help="Start nothing: tell running workers to take no more, and end when done.")
+@click.option("--drain", is_flag=True, help="Start no worker: drain those that run.")
 @click.option(
-    "--worker", "workers", multiple=True, metavar="NAME", help="With --drain: only this one; may be repeated."
+    "--worker", "workers", multiple=True, metavar="NAME", help="With --drain: only this worker; may be repeated."
 )
 def worker(drain: bool, workers: tuple[str, ...], **flags: Any) -> None:
-    """Serve a model: take requests from its queue, generate, stream back.
+    """Serve a model: take requests from its queue, generate, and stream the answers.
 
-    Every flag can also be given as an environment variable HEADRACE_<FLAG>, e.g. HEADRACE_REDIS_URL. SIGTERM lets
-    running requests finish within the grace time and hands the rest to other workers; SIGQUIT hands back at once. With
-    --drain no worker is started: all running ones, or those named, drain as `headrace control drain` has them do.
+    Every flag can also be set as an environment variable HEADRACE_<FLAG>, e.g. HEADRACE_REDIS_URL. On SIGTERM running
+    requests may finish within the grace time, and the rest return to the queue; on SIGQUIT all return at once. With
+    --drain no worker is started: it does the same as `headrace control drain`.
 
     \b
     Example:
@@ -50,7 +50,7 @@ def worker(drain: bool, workers: tuple[str, ...], **flags: Any) -> None:
         _drain(workers, flags)
         return
     if workers:
-        raise click.UsageError("--worker goes with --drain")
+        raise click.UsageError("--worker is only for --drain")
     for name, value in flags.items():
         if value is not None:
             os.environ[f"HEADRACE_{name.upper()}"] = str(value)
@@ -60,16 +60,16 @@ def worker(drain: bool, workers: tuple[str, ...], **flags: Any) -> None:
     from headrace_workers.app import create_app
 
     settings = WorkerSettings.from_env()
-    settings.engine_config()  # wrong options and an unknown default model end here, in one sentence
+    settings.engine_config()  # invalid options, and a failed fetch of the model, end here in one sentence
     app = create_app(settings)
     name = f"headrace-{settings.served_name}-{os.getpid()}@{socket.gethostname()}"
-    exit_codes: list[int] = []  # Celery's command swallows the exit code when it is called as a function
+    exit_codes: list[int] = []  # Celery's command drops the exit code when it is called as a function
 
     @worker_shutdown.connect(weak=False)
     def keep_exit_code(sender: Any, **_: Any) -> None:
         exit_codes.append(sender.exitcode or 0)
 
-    plain = [] if takes_colours(sys.stdout) else ["--no-color"]  # Celery's banner asks about stderr
+    plain = [] if takes_colours(sys.stdout) else ["--no-color"]  # Celery's banner looks at stderr instead
     app.worker_main(
         [*plain, "worker", "--without-gossip", "--without-mingle", "--hostname", name, "--loglevel", "INFO"]
     )
@@ -84,7 +84,7 @@ def _drain(workers: tuple[str, ...], flags: dict[str, Any]) -> None:
     redis_url, grace_seconds = given.pop("redis_url", None), given.pop("grace_seconds", None)
     if given:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise click.UsageError(f"{names}: with --drain no worker is started")
+        raise click.UsageError(f"{names}: not for --drain, which starts no worker")
     settings = BrokerSettings.from_env(os.environ) if redis_url is None else BrokerSettings(redis_url=redis_url)
     arguments = {} if grace_seconds is None else {"grace_seconds": grace_seconds}
     tell_workers(settings, "drain", workers, ANSWER_SECONDS, arguments)

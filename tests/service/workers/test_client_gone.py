@@ -11,7 +11,7 @@ def assert_unheard(service: Service, request_id: str) -> None:
     log = service.wait_ended([request_id])[request_id]
     assert log.end is not None
     assert log.end["finish_reason"] == "cancelled"
-    assert log.end["error"]["message"] == "nobody has listened for 1 s"
+    assert log.end["error"]["message"] == "no subscriber sent a heartbeat for 1 s, the request's abandon_after"
     assert log.num_tokens < 16 * LONG
     assert_result_is_stream(service.handle(request_id).get(timeout=DEADLINE), log)
     service.wait_settled()

@@ -87,7 +87,7 @@ def test_messages_name_their_adapter_and_run_side_by_side(
 @pytest.mark.parametrize(
     ("lora", "words"),
     [
-        ("unheard-of", "tiny has no LoRA adapter of the name 'unheard-of'"),
+        ("unheard-of", "tiny has no LoRA adapter named 'unheard-of'"),
         ("../sql", "begin with a letter or digit"),
         ("/etc", "begin with a letter or digit"),
         (7, "begin with a letter or digit"),

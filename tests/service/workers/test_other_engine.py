@@ -81,5 +81,5 @@ def test_a_worker_that_cannot_keep_tenants_apart_says_what_to_set_and_ends(
 ) -> None:
     _, worker = start({})
     assert worker.wait() == 1
-    assert "the engine other cannot keep the tenants' prefix caches apart" in worker.log_text()
+    assert "the engine other cannot separate the prefix caches of tenants" in worker.log_text()
     worker.assert_nothing_left()

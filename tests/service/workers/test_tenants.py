@@ -49,7 +49,7 @@ def test_what_a_stock_producer_sends_over_its_tenants_quota_ends_with_an_error(
     error = refused.get(timeout=DEADLINE)["error"]
     assert error == {
         "code": "quota_exceeded",
-        "message": "the queue holds 3 requests of this tenant, which is as many as it may",
+        "message": "the queue holds 3 requests of this tenant, which is its limit",
     }
     log = service.wait_ended([refused.id])[refused.id]
     assert log.end is not None

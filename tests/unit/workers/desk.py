@@ -16,7 +16,7 @@ from headrace_workers.adapters import Adapters
 from headrace_workers.dispatcher import Dispatcher
 from headrace_workers.preemption import Preemption
 from headrace_workers.preparation_lane import Answer, Verdict
-from headrace_workers.preparation_process import GrammarMemory, Preparer
+from headrace_workers.preparation_process import GrammarCachingProcessor, Preparer
 from unit.monitoring.scrape import Scrape
 from unit.workers.fakes import (
     CAPABILITIES,
@@ -50,7 +50,7 @@ class InlineLane:
 
     def configure(self, settings: dict[str, Any]) -> None:
         tokenizer: Any = FakeTokenizer()
-        processor = GrammarMemory(
+        processor = GrammarCachingProcessor(
             MODEL,
             tokenizer,
             logits_processors=load_logits_processors(settings["logits_processors"]),

@@ -190,7 +190,7 @@ class FakeSupervisor:
         self.aborted: list[str] = []
         self.send_error: Exception | None = None
         self.has_work = False
-        self.forgiven = 0
+        self.num_death_resets = 0
         self.failures: list[Exception] = []
 
     def send(self, requests: Any) -> None:
@@ -204,8 +204,8 @@ class FakeSupervisor:
     def check_progress(self, *, has_work: bool) -> None:
         self.has_work = has_work
 
-    def forgive(self) -> None:
-        self.forgiven += 1
+    def reset_deaths(self) -> None:
+        self.num_death_resets += 1
 
     def fail(self, error: Exception) -> None:
         self.failures.append(error)
@@ -237,7 +237,7 @@ class FakeCeleryRequest:
         self.is_revoked = False
         self.fate: list[str] = []
         self.results: dict[str, dict[str, Any]] = {}
-        self.burial: str | None = None
+        self.dead_letter_reason: str | None = None
         self.tokens: int | None = None
         self.over_quota: int = headers.pop("over_quota", 0)
         self.queued_at: float | None = headers.pop("queued_at", None)
@@ -265,7 +265,7 @@ class FakeCeleryRequest:
         self.results[self.id] = result
 
     def finish_as_dead_letter(self, reason: DeadLetterReason, detail: str) -> None:
-        self.burial = reason.saying(detail)
+        self.dead_letter_reason = reason.saying(detail)
 
     def hand_back(self, *, strike: bool = False, is_preempted: bool = False) -> None:
         assert not (strike and is_preempted)
@@ -274,8 +274,8 @@ class FakeCeleryRequest:
     def postpone(self, seconds: float, *, keeps_place: bool = False) -> None:
         self.fate.append(f"postponed by {seconds:.0f} s" + (" at its place" if keeps_place else ""))
 
-    def set_aside(self) -> None:
-        self.fate.append("set aside")
+    def reject_duplicate(self) -> None:
+        self.fate.append("rejected as duplicate")
 
     def let_go(self) -> None:
         self.fate.append("let go")

@@ -351,13 +351,13 @@ def test_a_message_whose_time_is_too_far_ahead_is_refused(desk: Desk) -> None:
     desk.accept(FakeCeleryRequest(eta=datetime.now(UTC) + timedelta(days=900)))
     desk.assert_idle()
     assert desk.results["r1"]["error"]["code"] == "invalid_request"
-    assert "must lie within the next 3600 s, not 777" in desk.results["r1"]["error"]["message"]
+    assert "must be at most 3600 s ahead, got 777" in desk.results["r1"]["error"]["message"]
     assert desk.redis.end("r1")["finish_reason"] == "rejected"
 
 
 def be_silent(desk: Desk, seconds: float) -> None:
     desk.redis.milliseconds_left["headrace:listener:r1"] = int(1000 * (86_400 - seconds))
-    desk.dispatcher._in_flight._listeners._sighted_since -= seconds
+    desk.dispatcher._in_flight._listeners._available_since -= seconds
 
 
 def test_a_request_to_which_nobody_listens_is_cancelled_and_keeps_what_it_has(desk: Desk) -> None:
@@ -369,7 +369,8 @@ def test_a_request_to_which_nobody_listens_is_cancelled_and_keeps_what_it_has(de
     be_silent(desk, 31)
     desk.dispatcher.heartbeat()
     desk.assert_idle()
-    assert desk.results["r1"]["error"] == {"code": "cancelled", "message": "nobody has listened for 30 s"}
+    message = "no subscriber sent a heartbeat for 30 s, the request's abandon_after"
+    assert desk.results["r1"]["error"] == {"code": "cancelled", "message": message}
     assert desk.results["r1"]["outputs"][0]["token_ids"] == [13]
     assert desk.redis.end("r1")["finish_reason"] == "cancelled"
     assert desk.engine.aborted == [request.request_id for request in desk.engine.sent]
@@ -541,7 +542,7 @@ def test_another_message_with_the_id_of_a_request_that_runs_is_set_aside(
     other = desk.accept(FakeCeleryRequest("r1", kwargs, lease_id="l2", content="another"))
     desk.generate(13, finish=FinishReason.LENGTH)
     desk.assert_idle()
-    assert (other.fate, request.fate) == (["set aside"], ["accepted"])
+    assert (other.fate, request.fate) == (["rejected as duplicate"], ["accepted"])
     assert desk.results["r1"]["error"] is None
 
 
@@ -561,6 +562,6 @@ def test_another_message_touches_neither_stream_nor_result_of_the_first(
     desk.dispatcher.settlement.dead_letter(replace(letter, bound_id="r1"))
     desk.dispatcher.settlement.refuse_malformed("r1", "another")
     desk.assert_idle()
-    assert other.fate == ["set aside"]
+    assert other.fate == ["rejected as duplicate"]
     assert desk.redis.entries("r1") == before
     assert desk.results == {}

@@ -116,7 +116,7 @@ def test_a_sampled_request_that_goes_on_with_other_draws_is_counted_and_logged(
     desk = resume(earlier, engine=engine)
     assert desk.value(RESUMED) == 1
     assert len(desk.engine.sent) == 1
-    assert "request goes on with other draws" in capsys.readouterr().out
+    assert "request resumed with other draws" in capsys.readouterr().out
     assert resume(earlier, GREEDY, engine).value(RESUMED) == 0
 
 
@@ -167,7 +167,7 @@ def test_an_engine_that_comes_back_as_another_continues_nothing_and_ends_the_wor
 def test_an_engine_that_cannot_keep_tenants_apart_needs_a_shared_cache() -> None:
     desk = Desk(engine="other", capabilities=without(cache_salt=False))
     assert (
-        "the engine other cannot keep the tenants' prefix caches apart: set HEADRACE_SHARE_PREFIX_CACHE=true"
+        "the engine other cannot separate the prefix caches of tenants: set HEADRACE_SHARE_PREFIX_CACHE=true"
         in (desk.given_up[0])
     )
     assert desk.dispatcher.credit() == 0

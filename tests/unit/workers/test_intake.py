@@ -156,7 +156,7 @@ def test_tools_that_the_models_template_would_drop_in_silence_are_refused() -> N
     parts = TokenizerParts(tokenizer_json=FakeTokenizer().backend.to_str(), chat_template=template, special_tokens={})
     door = Intake(InputProcessor(MODEL, ModelTokenizer(parts)), ["tiny"])
     chat = {"messages": [{"role": "user", "content": "a"}]}
-    with pytest.raises(RefusedError, match="shows it no tools") as refused:
+    with pytest.raises(RefusedError, match="does not support tools") as refused:
         door.process("r1", [[], {**chat, "tools": [{"name": "d"}]}, {}])
     assert refused.value.error.code == "unsupported"
     assert door.process("r1", [[], {**chat, "tools": []}, {}]).is_chat

@@ -51,7 +51,7 @@ def test_only_a_request_that_was_not_listened_to_for_so_long_is_abandoned(room: 
 def test_nothing_is_asked_where_no_request_wants_listeners(room: Room) -> None:
     room.redis.error = AWAY
     assert room.watch.abandoned([job(abandon_after=None)]) == []
-    assert room.watch._sighted_since == LONG_AGO
+    assert room.watch._available_since == LONG_AGO
 
 
 @pytest.mark.parametrize("how", ["asked", "told", "began"])
@@ -65,7 +65,7 @@ def test_nobody_is_judged_until_redis_has_been_there_for_as_long(room: Room, how
         assert not room.watch.is_abandoned(job())
         room.redis.error = None
     elif how == "told":
-        room.watch.lost_sight()
+        room.watch.redis_was_away()
     assert room.watch.abandoned([job()]) == []
     room.now += 29
     assert room.watch.abandoned([job()]) == []

@@ -27,9 +27,9 @@ def test_the_longest_turn_is_told_and_waiting_is_no_turn() -> None:
     for work, wait in ((0.02, 5.0), (0.7, 1.0), (0.1, 2.0)):
         watch.poll(lambda wait=wait: clock.advance(wait))
         clock.advance(work)
-    assert watch.longest_silence() == pytest.approx(0.7)
+    assert watch.longest_turn() == pytest.approx(0.7)
     clock.advance(0.2)
-    assert watch.longest_silence() == pytest.approx(0.3)  # the turn that goes on, from its beginning
+    assert watch.longest_turn() == pytest.approx(0.3)  # the turn that goes on, from its beginning
 
 
 def test_a_turn_of_kombus_loop_is_measured() -> None:
@@ -42,15 +42,15 @@ def test_a_turn_of_kombus_loop_is_measured() -> None:
         hub.add_reader(reader, lambda: (os.read(reader, 1), clock.advance(0.3)))
         os.write(writer, b"x")
         hub.run_once()
-        assert watch.longest_silence() == pytest.approx(0.3)
+        assert watch.longest_turn() == pytest.approx(0.3)
         hub.reset()
         watch.attach(hub)
-        assert watch.longest_silence() == 0.0
+        assert watch.longest_turn() == 0.0
         hub.add_reader(reader, lambda: (os.read(reader, 1), clock.advance(0.4)))
         os.write(writer, b"x")
         hub._loop = None
         hub.run_once()
-        assert watch.longest_silence() == pytest.approx(0.4)
+        assert watch.longest_turn() == pytest.approx(0.4)
     finally:
         hub.close()
         os.close(reader)
@@ -63,4 +63,4 @@ def test_the_time_in_which_the_loop_is_left_is_not_counted() -> None:
     watch.poll(lambda: None)
     watch.pause()
     clock.advance(30.0)
-    assert watch.longest_silence() == 0.0
+    assert watch.longest_turn() == 0.0

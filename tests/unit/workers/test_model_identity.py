@@ -46,7 +46,7 @@ def test_a_request_begun_with_other_weights_ends_with_its_tokens_and_a_sentence(
     desk.assert_idle()
     end, result = desk.redis.end("r1"), desk.results["r1"]
     assert (end["finish_reason"], end["error"]["code"]) == ("error", "model_changed")
-    assert "begun with tiny (weights bb), and this worker serves tiny (weights aa)" in end["error"]["message"]
+    assert "began with tiny (weights bb), and this worker serves tiny (weights aa)" in end["error"]["message"]
     assert end["usage"]["completion_tokens"] == 2
     assert result["error"] == end["error"]
     assert result["outputs"][0]["text"] == "dd"

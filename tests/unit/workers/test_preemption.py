@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace_broker.keys import engine_losses_key, stream_key
-from headrace_workers.quarantine import SUSPECT_LOSSES
+from headrace_workers.isolation import SUSPECT_LOSSES
 from headrace_workers.settlement import EXPIRED
 from unit.workers.desk import Desk
 from unit.workers.fakes import AWAY, CAPABILITIES, FakeCeleryRequest, step

@@ -107,7 +107,7 @@ def test_a_fault_of_the_preparation_is_an_answer_without_the_errors_text(held: D
     held.settle()
     assert held.results["r1"]["error"] == {
         "code": "engine_error",
-        "message": "the request could not be taken in: ZeroDivisionError",
+        "message": "the request could not be started: ZeroDivisionError",
     }
 
 
@@ -146,7 +146,7 @@ def test_a_slow_request_that_cannot_be_sent_is_answered_and_the_next_goes_on(
     desk.settle()
     assert {name: desk.results[name]["error"]["message"] for name in names} == {
         "first": "no",
-        "bad": "the request could not be taken in: UnicodeEncodeError",
+        "bad": "the request could not be started: UnicodeEncodeError",
         "last": "no",
     }
     assert desk.dispatcher.is_idle
@@ -329,7 +329,7 @@ def test_lookups_that_hang_are_bounded_in_number(tmp_path: Path, monkeypatch: py
     desk.wait_soon()
     desk.settle()
     for name in ("r1", "r2"):
-        assert desk.results[name]["error"]["message"] == "tiny has no LoRA adapter of the name 'hung'"
+        assert desk.results[name]["error"]["message"] == "tiny has no LoRA adapter named 'hung'"
 
 
 def test_nothing_is_kept_of_those_who_ask_again_for_what_hangs() -> None:
@@ -373,7 +373,7 @@ def test_an_adapter_is_looked_up_again_where_no_thread_could_be_started(
     desk.settle()
     assert [desk.results[name]["error"]["message"] for name in ("r1", "r2")] == [
         "the folders of LoRA adapters cannot be read at the moment",
-        "tiny has no LoRA adapter of the name 'nosuch'",
+        "tiny has no LoRA adapter named 'nosuch'",
     ]
 
 

@@ -347,6 +347,6 @@ def test_what_a_failing_runner_says_stays_out_of_log_and_reason(
 def test_deaths_that_are_forgiven_do_not_add_up(engine: Engine) -> None:
     for _ in range(2 * RESTART_LIMIT):
         engine.die()
-        engine.supervisor.forgive()
+        engine.supervisor.reset_deaths()
         engine.hub.advance()
     assert not any("given up" in told for told in engine.events.told)

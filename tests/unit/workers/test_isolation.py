@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace_engine.request import FinishReason
-from headrace_workers.quarantine import PROBATION_TOKENS
+from headrace_workers.isolation import TOKENS_TO_CLEAR
 from unit.workers.desk import Desk
 from unit.workers.fakes import AWAY, CAPABILITIES, MODEL, FakeCeleryRequest
 
@@ -39,22 +39,22 @@ def test_the_request_that_kills_a_third_engine_alone_is_a_dead_letter_and_its_ne
     assert lose_engine(desk) == ["a"]
     assert desk.dispatcher.credit() == 0
     assert lose_engine(desk) == ["b"]  # so it was a
-    assert desk.engine.forgiven == 1
+    assert desk.engine.num_death_resets == 1
     desk.settle()
     assert desk.results["a"]["error"]["code"] == "dead_letter"
     assert desk.redis.end("a")["error"]["code"] == "dead_letter"
-    assert requests[0].burial == "poison: killed"
-    for _ in range(PROBATION_TOKENS - 1):
+    assert requests[0].dead_letter_reason == "poison: killed"
+    for _ in range(TOKENS_TO_CLEAR - 1):
         desk.generate(13)
     assert sent(desk) == ["b"]
     desk.generate(13)
     assert requests[1].fate == ["accepted", "handed back"]
     assert sent(desk) == ["b", "c"]
     del desk.engine.sent[0]
-    for _ in range(PROBATION_TOKENS):
+    for _ in range(TOKENS_TO_CLEAR):
         desk.generate(13)
     assert requests[2].fate == ["accepted", "handed back"]
-    assert [request.burial for request in requests[1:]] == [None, None]
+    assert [request.dead_letter_reason for request in requests[1:]] == [None, None]
     desk.assert_idle()
 
 
@@ -165,7 +165,7 @@ def test_an_acquittal_holds_in_every_worker(desk: Desk) -> None:
     ask(desk, "a")
     lose_engine(desk)
     lose_engine(desk)
-    for _ in range(PROBATION_TOKENS):
+    for _ in range(TOKENS_TO_CLEAR):
         desk.generate(13)
     other = another_worker(desk)
     ask(other, "b")

@@ -342,7 +342,7 @@ class Dispatcher:
             old.cost(0)  # the tenant is charged under the new lease
             old.acknowledge()  # Redis refuses this if the old lease was lost
 
-    # -- ended from outside ---------------------------------------------------------------------------------------
+    # -- revoked or taken over ------------------------------------------------------------------------------------
 
     def terminate(self, request_id: str) -> bool:
         """End a request on Celery's revoke with terminate. Returns whether this worker had it."""
@@ -452,7 +452,7 @@ class Dispatcher:
         self.drain()
         self._on_given_up(reason)
 
-    # -- beside the work ------------------------------------------------------------------------------------------
+    # -- state and control ----------------------------------------------------------------------------------------
 
     def heartbeat(self) -> None:
         """Do the periodic work; the event loop calls it once a second."""

@@ -190,7 +190,7 @@ class InFlight:
         self._put_back(job, reason, strike=strike, is_preempted=is_preempted)
 
     def _put_back(self, job: Job, reason: str, *, strike: bool = False, is_preempted: bool = False) -> None:
-        """Return a job's message to the queue and keep its stream until then."""
+        """Return a job's message to the queue and extend the lifetime of its stream."""
         self._forget(job)
         if not self._publisher.is_refused:
             try:
@@ -331,7 +331,7 @@ class InFlight:
             self.hand_back(suspect, "cleared")
         self.send_chosen()
 
-    # -- what the engine generates --------------------------------------------------------------------------------
+    # -- outputs of the engine ------------------------------------------------------------------------------------
 
     def publish(self, outputs: EngineCoreOutputs) -> None:
         """Write the tokens of one step, as text, to their streams."""
@@ -417,7 +417,7 @@ class InFlight:
         return num_tokens
 
     def _complete_generated(self, job: Job, error: str | None = None) -> None:
-        """End a job all of whose choices have ended."""
+        """End a job whose choices have all ended."""
         if error is not None:
             code = ErrorCode.INVALID_REQUEST if error == NOTHING_MAY_FOLLOW else ErrorCode.ENGINE_ERROR
             self._complete(job, "error", ErrorInfo(code, error))

@@ -93,7 +93,7 @@ class Publisher:
             refused = {key: outcome for key, outcome in refused.items() if key not in behind}
             refused |= self._writer.publish(again)
         if self._failed_at is not None and self._clock() - self._failed_at < REPLAY_SECONDS:
-            # a stream that vanished with its server was not deleted
+            # a stream lost with its server was not deleted by a client
             vanished = {key for key, outcome in refused.items() if outcome is WriteOutcome.GONE}
             refused |= dict.fromkeys(vanished, WriteOutcome.ROLLED_BACK)
         return refused

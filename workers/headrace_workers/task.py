@@ -148,7 +148,7 @@ class EngineRequest(Request):
         self.send_event("task-rejected", requeue=True)
 
     def reject_duplicate(self) -> None:
-        """Dead-letter the message, because its request id belongs to another message, and keep that one's result."""
+        """Dead-letter the message, because its request id belongs to another one. That one's result is kept."""
         self._settled()
         self._message.channel.leases.bury(self.lease_id, DeadLetterReason.DUPLICATE_ID)
         self.send_event("task-rejected", requeue=False)

@@ -37,7 +37,7 @@ class EngineRequest(Request):
     def __init__(self, message: Any, **options: Any) -> None:
         super().__init__(message, **options)
         self._received_at = time.monotonic()
-        self._burial: tuple[DeadLetterReason, str] | None = None
+        self._dead_letter_reason: tuple[DeadLetterReason, str] | None = None
         """Why the message becomes a dead letter when it is settled; None acknowledges it."""
         self._request_dict[CONTENT_TYPE] = self.content_type  # the backend sees only this map
 
@@ -112,16 +112,16 @@ class EngineRequest(Request):
 
     def finish_as_dead_letter(self, reason: DeadLetterReason, detail: str) -> None:
         """Let `finish` make the message a dead letter instead of acknowledging it."""
-        self._burial = reason, detail
+        self._dead_letter_reason = reason, detail
 
     def acknowledge(self) -> None:
         """Settle the message. Celery calls it on the finisher's thread once the result is stored."""
-        if self._burial is None:
+        if self._dead_letter_reason is None:
             super().acknowledge()
         elif not self.acknowledged:
             self.acknowledged = True
             leases = self._message.channel.leases
-            self.dispatcher.settlement.call_soon(partial(leases.bury, self.lease_id, *self._burial))
+            self.dispatcher.settlement.call_soon(partial(leases.bury, self.lease_id, *self._dead_letter_reason))
 
     def cost(self, tokens: int) -> None:
         """Charge the tenant for the tokens, of prompt and output, when the message is acknowledged."""

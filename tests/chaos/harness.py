@@ -44,7 +44,7 @@ class Round:
     attacks: int = 0
     """What the intruder did meanwhile."""
     cut: int = 0
-    """Requests that a cancel, a deadline or the quarantine ended, as it should."""
+    """Requests that a cancel, a deadline or the isolation of suspects ended as intended."""
     resumed: int = 0
     """Requests that more than one attempt worked on."""
     http_requests: int = 0

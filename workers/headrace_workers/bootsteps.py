@@ -1,7 +1,7 @@
-"""How the engine lives inside a Celery worker: two bootsteps.
+"""Runs the engine inside a Celery worker, with two bootsteps.
 
-The worker's step owns what lives as long as the process: engine, dispatcher, metrics server. The consumer's step is
-run again at every reconnect and ties them to the new connection and its event loop.
+The worker's step owns what lives as long as the process: engine, dispatcher, metrics server. The consumer's step runs
+again at each reconnect and attaches them to the new connection and its event loop.
 """
 
 import logging
@@ -42,14 +42,14 @@ logger = logging.getLogger(__name__)
 
 REGISTER_SECONDS = 60.0
 SORT_SECONDS = 1.0
-"""A worker without room sorts what has arrived so often, so that it is known how long it waits."""
+"""How often a worker without room sorts new messages, which records since when they wait."""
 _EXIT_ENGINE_GIVEN_UP = 1
 _LAST_RESULTS_SECONDS = 5.0
 _FAILED_TURN_SECONDS = 0.05
 
 
 class EngineStep(bootsteps.StartStopStep):
-    """Worker blueprint: from the engine's start to its end. Reachable as `worker.headrace`."""
+    """Starts and stops the engine; a step of the worker's blueprint. Available as `worker.headrace`."""
 
     requires = ("celery.worker.components:Hub", "celery.worker.components:Pool")
 
@@ -74,7 +74,7 @@ class EngineStep(bootsteps.StartStopStep):
                 dead_letter_reasons=DEAD_LETTER_LABELS, tenants=settings.tenant_names, adapters=adapters.names
             ),
         )
-        if config.engine != OWN_ENGINE:  # what it tells is known when it is ready
+        if config.engine != OWN_ENGINE:  # its step statistics are known when it is ready
             self.metrics.steps_tell_only(())
         self._health = WorkerHealth(step_timeout=settings.step_timeout())
         self._server = HealthServer(
@@ -89,7 +89,7 @@ class EngineStep(bootsteps.StartStopStep):
             make_tracer_provider("headrace-worker", version("headrace"), name) if settings.tracing else None
         )
         self.queues = [queue_name(name) for name in settings.served_names]
-        """Those that the worker was started with."""
+        """The queues that the worker was started with."""
         self._cancelled: set[str] = set()
         self.client = client = connect(broker.redis_url)
         self.dispatcher = Dispatcher(
@@ -132,8 +132,8 @@ class EngineStep(bootsteps.StartStopStep):
         self._channel: Any = None
         self._leases: Leases | None = None
         self._grace_ends_at = math.inf
-        """When a drain that was asked for from outside is to be over."""
-        worker.app.while_disconnected = self.go_on
+        """When the grace period of a drain command ends."""
+        worker.app.while_disconnected = self.run_while_disconnected
         return self
 
     def start(self, worker: Any) -> None:
@@ -151,14 +151,14 @@ class EngineStep(bootsteps.StartStopStep):
         hub.call_repeatedly(self._gauges.interval_seconds, self._gauges.poll)
         hub.call_repeatedly(SORT_SECONDS, self._sort)
 
-    def go_on(self, seconds: float) -> None:
-        """Keep the engine going for so long while Redis keeps Celery's event loop from turning."""
-        self.dispatcher.loop_is_left()
+    def run_while_disconnected(self, seconds: float) -> None:
+        """Serve the engine for so many seconds while Celery waits for Redis and its event loop does not turn."""
+        self.dispatcher.loop_stopped()
         self.dispatcher.heartbeat()
         self._supervisor.pump(seconds)
 
     def attach(self, consumer: Any, hub: Any) -> None:
-        """Tie the engine to a new connection."""
+        """Attach the engine to a new connection."""
         channel = consumer.task_consumer.channel
         channel.credit = self.dispatcher.credit
         channel.preemption_credit = self.dispatcher.preemption_credit
@@ -168,7 +168,7 @@ class EngineStep(bootsteps.StartStopStep):
         channel.leases.on_refused = self._gauges.refused
         self._channel, self._leases = channel, channel.leases
         for lease_id, message in self._leases.held().items():
-            # Celery forgets what passes through its timer, as messages with an ETA do, when it loses its connection.
+            # When Celery loses its connection, it forgets messages in its timer, such as those with an ETA.
             if message.headers.get("id") not in worker_state.requests:
                 self._leases.release(lease_id)
         self.dispatcher.attach(hub)
@@ -177,22 +177,22 @@ class EngineStep(bootsteps.StartStopStep):
         self._check_eviction()
 
     def _check_eviction(self) -> None:
-        """At each connection, as a failover may lead to a server of another policy."""
+        """Check Redis's eviction policy at each connection, as a failover may lead to another server."""
         try:
             warning = eviction_warning(self.client.info("memory"))
-        except REDIS_ERRORS as error:  # a user without the right to ask, or the next outage
-            logger.warning("Redis's maxmemory-policy is not known: %s", error)
+        except REDIS_ERRORS as error:  # the user may not run INFO, or Redis is away again
+            logger.warning("Redis's maxmemory-policy could not be read: %s", error)
             return
         if warning is not None:
             logger.warning("%s", warning)
 
     def stats(self) -> dict[str, Any]:
-        """Of the dispatcher and the leases, for an operator."""
+        """Give an operator the numbers of the dispatcher and the leases."""
         held = len(self._leases) if self._leases is not None else 0
         return {**self.dispatcher.stats(), "leases": held}
 
-    def cease_to_consume(self, consumer: Any, queue: str) -> None:
-        """Take no more from one of the worker's queues; without any it is not ready."""
+    def stop_consuming(self, consumer: Any, queue: str) -> None:
+        """Take no more messages from one of the worker's queues. Without a queue the worker is not ready."""
         if queue not in self._cancelled:
             self._cancelled.add(queue)
             consumer.call_soon(consumer.cancel_task_queue, queue)
@@ -200,7 +200,7 @@ class EngineStep(bootsteps.StartStopStep):
             self.dispatcher.pause()
 
     def consume(self, consumer: Any, queue: str) -> bool:
-        """Undo `cease_to_consume`; False where the worker drains for good."""
+        """Undo `stop_consuming`. Returns False if the worker drains for good."""
         if self.dispatcher.is_draining:
             return False
         if queue in self._cancelled:
@@ -211,8 +211,8 @@ class EngineStep(bootsteps.StartStopStep):
         return True
 
     def drain_and_end(self, grace_seconds: float | None) -> None:
-        """Take nothing more, and end the worker when it is idle, or hands back what runs after the grace."""
-        logger.warning("the worker drains, and will end")
+        """Take no messages, and stop the worker when it is idle or the grace period is over."""
+        logger.warning("the worker is draining and will stop")
         self.dispatcher.drain()
         if grace_seconds is not None:
             self._grace_ends_at = time.monotonic() + grace_seconds
@@ -225,15 +225,15 @@ class EngineStep(bootsteps.StartStopStep):
             worker_state.should_stop = worker_state.should_stop or 0
 
     def stop(self, worker: Any) -> None:
-        """Warm shutdown: nothing more is consumed, but the loop still turns; requests finish, within the grace."""
+        """Shut down warm: turn the event loop until all requests have ended or the grace period is over."""
         self.dispatcher.drain()
         deadline = time.monotonic() + self._grace_seconds
         while not self.dispatcher.is_idle and self._supervisor.is_ready and time.monotonic() < deadline:
-            self._turn(worker)  # renews leases, publishes, acknowledges
+            self._turn_loop(worker)  # renews leases, publishes, acknowledges
         self._end(worker)
 
     def terminate(self, worker: Any) -> None:
-        """Cold shutdown: hand everything back now."""
+        """Shut down cold: hand all requests back now."""
         self.dispatcher.drain()
         self._end(worker)
 
@@ -243,12 +243,12 @@ class EngineStep(bootsteps.StartStopStep):
             logger.warning("%d request(s) handed back to the queue", handed_back)
         deadline = time.monotonic() + _LAST_RESULTS_SECONDS
         while not self.dispatcher.is_idle and time.monotonic() < deadline:
-            self._turn(worker)
+            self._turn_loop(worker)
         for _ in range(3):  # the last acknowledgements wait for the loop's next turns
             worker.hub.call_soon(worker.consumer.flush_events)
-            self._turn(worker)
+            self._turn_loop(worker)
         if self._leases is not None:
-            for lease_id in reversed(self._leases.held()):  # what waits for its time, or for its result to be stored
+            for lease_id in reversed(self._leases.held()):  # messages in Celery's timer, or whose result is not stored
                 self._leases.release(lease_id)
         self._supervisor.stop()
         self._tokenizer_service.stop()
@@ -257,23 +257,23 @@ class EngineStep(bootsteps.StartStopStep):
             self._tracer_provider.shutdown()
         self._server.stop()
 
-    def _turn(self, worker: Any) -> None:
-        """One turn of the event loop, which must not end before everything is settled."""
+    def _turn_loop(self, worker: Any) -> None:
+        """Turn the event loop once. An error of a callback must not stop it before all messages are settled."""
         worker.hub.call_soon(_nothing)
         try:
             worker.hub.run_once()
-        except Exception as error:  # noqa: BLE001  # the drain goes on, whatever a callback did
-            logger.error("the event loop failed while the worker drains: %s", frames(error))
+        except Exception as error:  # noqa: BLE001  # the drain continues in any case
+            logger.error("the event loop failed while the worker drained: %s", frames(error))
             time.sleep(_FAILED_TURN_SECONDS)
 
     def _sort(self) -> None:
-        if self._leases is None or self.dispatcher.credit() > 0:  # then it fetches, which sorts first
+        if self._leases is None or self.dispatcher.credit() > 0:  # with credit it fetches, which sorts first
             return
         try:
             self._leases.sort(self._lists)
-            self._channel.await_better()  # those that came unheard are left to other workers for a while, too
+            self._channel.await_better()  # other workers get some time to take the new messages without preempting
         except CONNECTION_ERRORS:
-            pass  # the loop finds out by itself
+            pass  # the event loop notices it itself
         except redis.ResponseError as error:
             self._gauges.refused(str(error))
 
@@ -287,7 +287,7 @@ class EngineStep(bootsteps.StartStopStep):
 
 
 class EngineConsumerStep(bootsteps.StartStopStep):
-    """Consumer blueprint: run again at each reconnect."""
+    """Attaches the engine to a connection; a step of the consumer's blueprint, which runs at each reconnect."""
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
@@ -296,4 +296,4 @@ class EngineConsumerStep(bootsteps.StartStopStep):
 
 
 def _nothing() -> None:
-    """Gives the event loop a reason to turn."""
+    """Do nothing: a scheduled call makes the event loop turn without waiting."""

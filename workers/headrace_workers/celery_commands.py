@@ -1,8 +1,8 @@
-"""Celery's own remote control commands, where this worker answers them otherwise than Celery's would.
+"""Replacements for Celery's remote control commands that do not fit this worker.
 
-Celery's know a pool of processes, a prefetch count and messages that a worker holds until their time. Here requests
-run in the engine, and Redis holds what waits. A command that has no meaning here answers so, with the way out. Those
-that are not named here are Celery's own. Importing this module registers them.
+Celery's commands assume a pool of processes, a prefetch count and messages that a worker holds until their ETA. Here
+requests run in the engine, and Redis holds waiting messages. A command without a meaning here answers with an error and
+an alternative. All other commands are Celery's own. Importing this module registers the replacements.
 """
 
 import platform
@@ -47,13 +47,13 @@ _MAX_SCHEDULED: Final = 100
 
 
 def engine_step(state: Any) -> "EngineStep":
-    """The worker's own step; `state` is what Celery gives to each command."""
+    """Get the worker's own step from the state that Celery passes to each command."""
     step: EngineStep = state.consumer.controller.headrace
     return step
 
 
 def conf(state: Any, with_defaults: Any = False, **_: Any) -> dict[str, Any]:
-    """Celery's settings without secrets. Celery's own fails where the server is a socket, and shows ?password=."""
+    """Show Celery's settings without secrets. Celery's own command fails for a Unix socket, and shows ?password=."""
     table = state.app.conf.table(with_defaults=bool(with_defaults), censored=False)
     shown: dict[str, Any] = jsonify(
         table, keyfilter=lambda key: isinstance(key, str) and not key.startswith("__"), unknown_type_filter=safe_repr
@@ -62,35 +62,35 @@ def conf(state: Any, with_defaults: Any = False, **_: Any) -> dict[str, Any]:
 
 
 def report(state: Any, **_: Any) -> dict[str, str]:
-    """Versions and settings, for a report of a fault."""
+    """Show versions and settings, for a bug report."""
     versions = " ".join(f"{name}:{version(name)}" for name in ("headrace", "celery", "kombu", "redis"))
     settings = "\n".join(f"{name}: {value!r}" for name, value in conf(state).items())
     return {"ok": f"{versions} python:{platform.python_version()}\n{platform.platform()}\n\n{settings}"}
 
 
 def stats(state: Any, **_: Any) -> dict[str, Any]:
-    """Celery's figures, with the engine's slots as the pool's size and without the connection's options."""
+    """Show Celery's figures, with the engine's slots as the pool's size and without the connection's options."""
     figures: dict[str, Any] = state.consumer.controller.stats()
     slots = engine_step(state).dispatcher.stats()["slots"]
     figures["pool"] = {**figures.get("pool", {}), "max-concurrency": slots}
     figures["prefetch_count"] = slots
     broker = figures.get("broker")
     if isinstance(broker, dict):
-        # a socket's name, Sentinels and their options may hold a password
+        # a socket's path, Sentinels and their options may hold a password
         shown = ("transport", "hostname", "port", "virtual_host", "userid", "ssl", "heartbeat")
         figures["broker"] = {name: broker[name] for name in shown if name in broker and _is_plain(broker[name])}
     return figures
 
 
 def scheduled(state: Any, **_: Any) -> list[dict[str, Any]]:
-    """The first hundred messages whose ETA has not come: they lie in Redis, and every worker lists them."""
+    """List the first hundred messages whose ETA has not passed. They are in Redis, so every worker lists the same."""
     step = engine_step(state)
     messages = [message for name in step.queues for message in delayed_messages(step.client, name, _MAX_SCHEDULED)]
     return [_schedule_entry(message) for message in sorted(messages, key=lambda message: message.due)[:_MAX_SCHEDULED]]
 
 
 def add_consumer(state: Any, queue: Any = None, **_: Any) -> dict[str, str]:
-    """Undo `cancel_consumer`. A queue that the worker was not started with is of another model."""
+    """Undo `cancel_consumer`. Refuses a queue that the worker was not started with, as it is another model's."""
     step = engine_step(state)
     if queue not in step.queues:
         return {
@@ -98,21 +98,21 @@ def add_consumer(state: Any, queue: Any = None, **_: Any) -> dict[str, str]:
             " set when it starts (--served-model-name, --queues)"
         }
     if not step.consume(state.consumer, queue):
-        return {"error": "the worker drains, and will end"}
+        return {"error": "the worker is draining and will stop"}
     return {"ok": f"add consumer {queue}"}
 
 
 def cancel_consumer(state: Any, queue: Any = None, **_: Any) -> dict[str, str]:
-    """Take no more from the queue; what runs goes on. A worker that takes from none is not ready."""
+    """Take no more messages from the queue. Running requests continue. A worker without a queue is not ready."""
     step = engine_step(state)
     if queue not in step.queues:
         return {"error": f"this worker serves {' and '.join(step.queues)}, and no other queue"}
-    step.cease_to_consume(state.consumer, queue)
+    step.stop_consuming(state.consumer, queue)
     return {"ok": f"no longer consuming from {queue}"}
 
 
 def enable_events(state: Any, **_: Any) -> dict[str, str]:
-    """Send events of tasks. Without groups Celery's dispatcher sends all."""
+    """Send task events. Celery's event dispatcher sends all events if it has no groups."""
     groups = state.consumer.event_dispatcher.groups
     if not groups or "task" in groups:
         return {"ok": "task events already enabled"}
@@ -121,7 +121,7 @@ def enable_events(state: Any, **_: Any) -> dict[str, str]:
 
 
 def disable_events(state: Any, **_: Any) -> dict[str, str]:
-    """Send no events of tasks. Celery's own believes that no groups are no events."""
+    """Send no task events. Celery's own command wrongly treats an empty set of groups as no events."""
     groups = state.consumer.event_dispatcher.groups
     if groups and "task" not in groups:
         return {"ok": "task events already disabled"}
@@ -131,22 +131,22 @@ def disable_events(state: Any, **_: Any) -> dict[str, str]:
 
 
 def shutdown(_state: Any, **_: Any) -> None:
-    """As SIGTERM does: running requests may finish within the grace time."""
+    """Stop the worker as SIGTERM does: running requests may finish within the grace period."""
     raise WorkerShutdown(EX_OK)
 
 
 def revoke(state: Any, task_id: Any = None, **options: Any) -> dict[str, str]:
-    """Celery's, for ids that can be one."""
+    """Run Celery's command if the ids are valid."""
     return {"error": _IDS} if _bad_ids(task_id) else control.revoke(state, task_id, **options)
 
 
 def terminate(state: Any, signal: Any = None, task_id: Any = None, **_: Any) -> dict[str, str]:
-    """As `revoke` does with terminate=True."""
+    """Revoke with terminate=True."""
     return revoke(state, task_id, terminate=True, signal=signal)
 
 
 def revoke_by_stamped_headers(state: Any, headers: Any = None, **options: Any) -> dict[str, str]:
-    """Celery's, for headers that can be one."""
+    """Run Celery's command if the headers are valid."""
     if isinstance(headers, list) and all(isinstance(pair, str) and pair.count("=") == 1 for pair in headers):
         headers = dict(pair.split("=") for pair in headers)
     if not isinstance(headers, dict) or any(map(_bad_ids, (list(headers), *headers.values()))):
@@ -155,7 +155,7 @@ def revoke_by_stamped_headers(state: Any, headers: Any = None, **options: Any) -
 
 
 def hello(state: Any, from_node: Any = None, revoked: Any = None, **_: Any) -> dict[str, Any]:
-    """Celery's answer to a worker that starts beside this one, which tells what was revoked."""
+    """Answer a worker that starts, which sends the ids that it knows to be revoked."""
     ids = list(revoked or [])
     if _bad_ids(from_node) or _bad_ids(ids, most=control.worker_state.REVOKES_MAX):
         return {"error": _IDS}
@@ -176,7 +176,7 @@ def _bad_ids(value: Any, most: int = _MAX_IDS) -> bool:
 
 
 def _censored(name: str, value: Any) -> Any:
-    """A setting without what is secret by its name, and without users, passwords and options of URLs."""
+    """Hide a setting whose name says that it is secret, and users, passwords and options in URLs."""
     if isinstance(value, dict):
         return {inner: _censored(str(inner), of) for inner, of in value.items()}
     if isinstance(value, list | tuple):
@@ -187,7 +187,7 @@ def _censored(name: str, value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a name or a number, and no URL, which may hold a password."""
+    """Whether it is a number or a name without `@`, so that it cannot be a URL with a password."""
     return value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and "@" not in value)
 
 

@@ -1,6 +1,6 @@
-"""`CeleryRequest`: a received message as the worker's parts know it. `task.EngineRequest` implements it.
+"""`CeleryRequest`: the typed interface of a received message. `task.EngineRequest` implements it.
 
-Celery is untyped, so this is where its names are checked. Each message is settled once, by one of the methods below.
+Celery is untyped, so its names are declared here. Each message is settled once, by one of the methods below.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from headrace_broker.reasons import DeadLetterReason
 
 
 class CeleryRequest(Protocol):
-    """Celery's own members come first; those of `EngineRequest` follow, which documents them."""
+    """Celery's own members come first. Those of `EngineRequest` follow, and are documented there."""
 
     @property
     def id(self) -> str: ...
@@ -34,16 +34,16 @@ class CeleryRequest(Protocol):
 
     @property
     def time_limits(self) -> Sequence[Any]:
-        """Hard and soft, in seconds, as the sender wrote them."""
+        """Hard and soft limit in seconds, unchecked, as the sender wrote them."""
 
     def revoked(self) -> bool:
-        """Whether the message was revoked or has expired; then Celery has settled it."""
+        """Whether the message was revoked or has expired. Celery has settled it then."""
 
     def on_accepted(self, pid: int | None, time_accepted: float) -> None:
-        """Announce that the task has started, by the monotonic clock."""
+        """Announce that the task has started. `time_accepted` is of the monotonic clock."""
 
     def on_success(self, outcome: tuple[bool, Any, float]) -> None:
-        """Announce a result that is stored, and acknowledge."""
+        """Announce a stored result and acknowledge the message."""
 
     def acknowledge(self) -> None: ...
 
@@ -78,7 +78,7 @@ class CeleryRequest(Protocol):
 
     def postpone(self, seconds: float, *, keeps_place: bool = False) -> None: ...
 
-    def set_aside(self) -> None: ...
+    def reject_duplicate(self) -> None: ...
 
     def let_go(self) -> None: ...
 

@@ -1,7 +1,7 @@
-"""The worker's connection to a Redis that is away: asked for once a second, while the engine goes on.
+"""Reconnects to Redis once a second, while the engine continues.
 
-Celery would sleep between its attempts, up to half a minute, on the thread that reads from the engine; the leases of a
-worker that comes back so late are another worker's by then, and its liveness probe has failed.
+Celery would sleep up to half a minute between attempts, on the thread that reads from the engine. After such a pause
+other workers hold this worker's leases, and its liveness probe has failed.
 """
 
 import threading
@@ -15,8 +15,8 @@ from kombu import Connection
 _RETRY_SECONDS = 1.0
 
 
-class PatientConnection(Connection):
-    """A connection whose attempts are one second apart; `app.while_disconnected` is called to pass that second."""
+class RetryingConnection(Connection):
+    """A connection with one second between its attempts. It calls `app.while_disconnected` for that second."""
 
     app: Any
     """Set on a subclass for each application."""
@@ -34,18 +34,18 @@ class PatientConnection(Connection):
 
         def wait() -> None:
             if callback is not None:
-                callback()  # Celery's: ends the worker if it is to end
+                callback()  # Celery's callback, which ends the worker if it must stop
             pass_time(_RETRY_SECONDS)
 
-        # A server that takes connections but refuses commands brings Celery back here at once, again and again.
+        # If a server accepts connections but refuses commands, Celery calls this again and again without a pause.
         pass_time(0.0)
         pauses = {"interval_start": 0, "interval_step": 0, "interval_max": 0}
         return super().ensure_connection(errback, max_retries, **{**options, **pauses}, callback=wait)
 
 
 class WorkerAMQP(AMQP):
-    """Celery's maker of connections."""
+    """Makes Celery's connections."""
 
     def __init__(self, app: Any) -> None:
         super().__init__(app)
-        self.Connection = type("WorkerConnection", (PatientConnection,), {"app": app})
+        self.Connection = type("WorkerConnection", (RetryingConnection,), {"app": app})

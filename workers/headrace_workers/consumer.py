@@ -1,4 +1,4 @@
-"""Celery's consumer, which loses no message that it cannot use, and sends its events together."""
+"""Celery's consumer, changed to dead-letter messages that it cannot use and to send its events in batches."""
 
 from typing import Any
 
@@ -15,35 +15,35 @@ logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 
 class EngineConsumer(Consumer):
-    """Selected by `worker_consumer`."""
+    """Celery uses it because of the setting `worker_consumer`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        # Workers tell each other nothing that ours need, and an election publishes any task with this worker's rights.
+        # Workers need no messages from each other, and an election publishes any task with this worker's rights.
         super().__init__(*args, **options, without_gossip=True, without_mingle=True)
 
     def on_decode_error(self, message: Any, exc: Exception) -> None:
-        """Celery acknowledges such a message, and writes its body into the log. Here it becomes a dead letter."""
+        """Dead-letter the message. Celery would acknowledge it and log its body."""
         why = str(exc) if isinstance(exc, MalformedMessageError) else type(exc).__name__
         self._refuse(message, why, DeadLetterReason.UNDECODABLE)
 
     def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:  # noqa: ARG002  # Celery's signature
-        """The strategy has answered the request, and says why."""
+        """Dead-letter a message that the strategy has answered, with the strategy's reason."""
         self._refuse(message, str(exc))
         signals.task_rejected.send(sender=self, message=message, exc=exc)
 
     def on_unknown_message(self, body: Any, message: Any) -> None:  # noqa: ARG002  # Celery's signature
         """As `on_decode_error`."""
-        self._refuse(message, "it is of neither of Celery's protocols 1 and 2")
+        self._refuse(message, "it follows neither protocol 1 nor protocol 2 of Celery")
 
     def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:  # noqa: ARG002  # Celery's signature
-        """Celery stores a failure under the id that the message names, which may be that of another's request.
+        """Dead-letter the message. Its sender gets an answer if the id is the message's own.
 
-        Here it becomes a dead letter, and its sender is told where the id is the message's own.
+        Celery would store a failure under the id that the message names, which may be another request's.
         """
-        self._refuse(message, f"its task is not {TASK_NAME}, the only one here")
+        self._refuse(message, f"its task is not {TASK_NAME}, the only one of this queue")
 
     def _refuse(self, message: Any, why: str, reason: DeadLetterReason = DeadLetterReason.REJECTED) -> None:
-        """Log what the message is, and never what it says."""
+        """Log the message without its contents and dead-letter it."""
         logger.error(
             "message refused",
             reason=reason.saying(why),
@@ -56,13 +56,13 @@ class EngineConsumer(Consumer):
             message.channel.leases.bury(message.delivery_tag, reason, why)
 
     def on_send_event_buffered(self) -> None:
-        """Celery would send the events of each turn of its loop; here they wait for `flush_events`, or are 24."""
+        """Do nothing. Celery would send events in each turn of its loop. Here `flush_events` or the 24th event does."""
 
     def on_connection_error_after_connected(self, exc: Exception) -> None:
-        """Celery keeps for the next connection what it could not publish, but not what was still to be."""
+        """Send pending events. Celery keeps events that it failed to publish, but not those still pending."""
         self.flush_events()
         super().on_connection_error_after_connected(exc)
 
     def flush_events(self) -> None:
-        """Send what waits; once a second."""
+        """Send pending events; called once a second."""
         self._flush_events()

@@ -1,9 +1,9 @@
-"""`Dispatcher`: takes requests from the queue as long as the engine has room, and answers those that cannot be served.
+"""`Dispatcher`: takes requests from the queue while the engine has room, and answers those that cannot be served.
 
     queue --accept--> `Preparation` --`StreamClaims`--> `InFlight` --engine, text, chunks--> `Settlement`
 
-Runs on the thread of Celery's event loop alone. What messages say is found out in `preparation.py`, streams are claimed
-in `stream_claims.py`, what runs is in `in_flight.py`, how it ends in `settlement.py`.
+Runs on the thread of Celery's event loop only. `preparation.py` decodes and checks messages, `stream_claims.py` claims
+streams, `in_flight.py` holds running requests, `settlement.py` ends them.
 """
 
 import time
@@ -56,22 +56,22 @@ HEARTBEAT_SECONDS = 1.0
 
 
 class Dispatcher:
-    """Decides which messages this worker takes, and tells the state that it is in. Implements `EngineEvents`.
+    """Decides which messages this worker takes, and reports the worker's state. Implements `EngineEvents`.
 
     Args:
         client: Redis for streams and registry.
-        served_names: the model's names, each of which is a queue; the first one is its own.
-        supervise: makes the supervisor of the engine, which tells the dispatcher what happens to it.
+        served_names: the model's names. Each name is a queue; the first one is the model's own.
+        supervise: makes the engine's supervisor, which reports engine events to the dispatcher.
         engine: name of the engine.
-        make_lane: makes the two lanes on which messages are prepared.
-        preparation_settings: what these need beside the model's own; see `preparation_process.make_preparer`.
-        answer_formats: says in which formats the model writes tool calls and reasoning, for clients.
+        make_lane: makes the two lanes that prepare messages.
+        preparation_settings: settings of the lanes beside the model's own; see `preparation_process.make_preparer`.
+        answer_formats: the formats in which the model writes tool calls and reasoning, for clients.
         share_prefix_cache: let a request find the prefixes of other tenants' prompts in the cache.
         max_num_seqs: choices that the engine runs at once.
         max_delay_seconds: how far ahead a message's ETA may lie.
-        preemption: lets requests make room for those of better levels.
-        store_result: as `Settlement` says.
-        publish_interval: as `InFlight` says.
+        preemption: preempts requests for those of higher priority.
+        store_result: see `Settlement`.
+        publish_interval: see `InFlight`.
         on_given_up: called with the reason when the engine cannot be kept alive.
         tracer_provider: OpenTelemetry's; None traces nothing.
     """
@@ -127,7 +127,7 @@ class Dispatcher:
             make_lane,
             adapters,
             served_names[0],
-            most=max_num_seqs,
+            max_messages=max_num_seqs,
             ready=self._on_prepared,
             refused=self._on_refused,
             undecodable=self._on_undecodable,
@@ -150,7 +150,7 @@ class Dispatcher:
         self._preparation.start()
 
     def attach(self, hub: Any) -> None:
-        """The event loop; again after each reconnect, at which Celery forgets what had not begun."""
+        """Run in this event loop; called again after each reconnect, when Celery has forgotten unprepared messages."""
         self._preparation.drop_all()
         self.settlement.attach(hub)
         self._in_flight.attach(hub)
@@ -158,25 +158,25 @@ class Dispatcher:
         self._loop_watch.attach(hub)
 
     def credit(self) -> int:
-        """How many more messages may be taken now: free slots, none while the engine itself has some waiting."""
-        room = self._max_num_seqs - len(self._preparation)  # each will have a choice at least
-        # asked many times a second, and each job has a choice that runs
+        """Count the messages that may be taken now: the free slots, or 0 while requests wait in the engine."""
+        room = self._max_num_seqs - len(self._preparation)  # each will have at least one choice
+        # Called many times a second. Each job has at least one unfinished choice.
         if self._engine_waiting or len(self._in_flight) >= room or self._takes_nothing:
             return 0
         return max(0, room - self._in_flight.slots_used)
 
     def preemption_credit(self) -> tuple[int, int]:
-        """The worst level that would make room, and how many more messages of better levels may then be taken."""
+        """Get the lowest priority step that can be preempted, and how many messages of higher priority may be taken."""
         if self._takes_nothing:
             return 0, 0
         return self._preemption.credit(self._in_flight, len(self._preparation), engine_waiting=self._engine_waiting)
 
     @property
     def _takes_nothing(self) -> bool:
-        """Whether messages are left in the queue however much room there is."""
+        """Whether messages stay in the queue even if there is room."""
         if self._draining or self._paused or not self.supervisor.is_ready:
             return True
-        return self.settlement.redis_refuses or self._preparation.is_failing or self._in_flight.keeps_others_out
+        return self.settlement.redis_refuses or self._preparation.is_failing or self._in_flight.blocks_new_requests
 
     @property
     def is_draining(self) -> bool:
@@ -184,7 +184,7 @@ class Dispatcher:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing taken, nothing to write, nothing to acknowledge."""
+        """Whether no message is held, nothing is left to write and nothing to acknowledge."""
         return self._in_flight.is_idle and not self._preparation and self.settlement.is_idle
 
     def __len__(self) -> int:
@@ -194,7 +194,7 @@ class Dispatcher:
 
     @property
     def answers_calls(self) -> bool:
-        """Whether calls of the tokenizer may be taken: no slot, and no living engine, is needed for them."""
+        """Whether calls of the tokenizer may be taken. They need neither a slot nor a running engine."""
         return self._processor is not None and not (self._draining or self._paused)
 
     def answer_call(self, kind: str, body: bytes, answered: Callable[[bytes], None]) -> None:
@@ -224,7 +224,7 @@ class Dispatcher:
             if known.celery_request.content == celery_request.content:
                 self._adopt(known, celery_request)
             else:
-                self.settlement.set_aside(incoming.request_id, celery_request)
+                self.settlement.reject_duplicate(incoming.request_id, celery_request)
             return
         if self._processor is None or self._draining or self._paused:
             self._metrics.message_returned("not_ready")
@@ -234,13 +234,12 @@ class Dispatcher:
             if incoming.over_quota and not self._writer.exists(incoming.request_id):  # else it runs, sent twice
                 raise RefusedError(
                     ErrorCode.QUOTA_EXCEEDED,
-                    f"the queue holds {incoming.over_quota} requests of this tenant, which is as many as it may",
+                    f"the queue holds {incoming.over_quota} requests of this tenant, which is its limit",
                 )
             if incoming.delay > self._max_delay_seconds:
                 raise RefusedError(
                     ErrorCode.INVALID_REQUEST,
-                    f"eta or countdown must lie within the next {self._max_delay_seconds:g} s,"
-                    f" not {incoming.delay:.0f} s ahead",
+                    f"eta or countdown must be at most {self._max_delay_seconds:g} s ahead, got {incoming.delay:.0f} s",
                 )
             if incoming.delay > 0:
                 celery_request.postpone(incoming.delay)
@@ -249,28 +248,28 @@ class Dispatcher:
 
     @contextmanager
     def _answering(self, incoming: Incoming, celery_request: CeleryRequest) -> Iterator[None]:
-        """Give the request an answer, whatever is raised."""
+        """Answer the request whatever exception is raised."""
         try:
             yield
         except RefusedError as refusal:
             self.settlement.refuse(incoming, refusal.error, celery_request)
-        except Exception as error:  # noqa: BLE001  # whatever it is, the request gets an answer
+        except Exception as error:  # noqa: BLE001  # the request gets an answer in any case
             self._forget(incoming.request_id)
             if isinstance(error, REDIS_ERRORS) and "WRONGTYPE" not in str(error):
-                self.settlement.give_back(celery_request, error)
+                self.settlement.return_to_queue(celery_request, error)
                 return
             kind, raised = type(error).__name__, frames(error)
             if isinstance(error, PreparationError):
                 kind, raised = error.kind, error.raised
-            logger.error("request could not be taken in", request_id=incoming.request_id, raised=raised)
-            failure = ErrorInfo(ErrorCode.ENGINE_ERROR, f"the request could not be taken in: {kind}")
+            logger.error("request could not be started", request_id=incoming.request_id, raised=raised)
+            failure = ErrorInfo(ErrorCode.ENGINE_ERROR, f"the request could not be started: {kind}")
             self.settlement.refuse(incoming, failure, celery_request)
 
     # -- prepared -------------------------------------------------------------------------------------------------
 
     def _on_prepared(self, message: Preparing, prepared: Prepared, adapter: LoRARequest | None) -> None:
         with self._answering(message.incoming, message.celery_request):
-            if not message.celery_request.revoked():  # else Celery has settled it: it was revoked, or has expired
+            if not message.celery_request.revoked():  # else it was revoked or has expired, and Celery has settled it
                 self._start(message, prepared, adapter)
 
     def _on_refused(self, message: Preparing, error: Exception) -> None:
@@ -304,7 +303,7 @@ class Dispatcher:
             self._in_flight.start(job, message.incoming.deadline, partial(self._preemption.make_room, self._in_flight))
 
     def _model_of(self, request: ProcessedRequest) -> ModelIdentity:
-        """What the request is computed with."""
+        """Identify the weights and the adapter that compute the request."""
         lora = request.choices[0].lora_request
         adapter = self._adapters.fingerprint(lora) if lora is not None else ""
         return ModelIdentity(self._served_names[0], self._model_info.weights, adapter)
@@ -323,20 +322,20 @@ class Dispatcher:
         )
 
     def _adopt(self, job: "Job | Preparing", celery_request: CeleryRequest) -> None:
-        """The same request again, under another lease: go on under the new one and settle the old one."""
+        """Continue a request under the lease of its redelivered message, and settle the old lease."""
         old, job.celery_request = job.celery_request, celery_request
         task_ready(old)  # forgets the id, too
         task_reserved(celery_request)
         if isinstance(job, Job):  # else it is accepted when it is prepared
             celery_request.on_accepted(self.supervisor.pid, time.monotonic())
-        if old.lease_id != celery_request.lease_id:  # the very same message has one lease, whoever fetches it
-            old.cost(0)  # the new one pays
-            old.acknowledge()  # refused by Redis where the old lease was lost
+        if old.lease_id != celery_request.lease_id:  # one message fetched twice has one lease
+            old.cost(0)  # the tenant is charged under the new lease
+            old.acknowledge()  # Redis refuses this if the old lease was lost
 
-    # -- ended from outside ---------------------------------------------------------------------------------------
+    # -- revoked or taken over ------------------------------------------------------------------------------------
 
     def terminate(self, request_id: str) -> bool:
-        """Celery's revoke with terminate. Returns whether the request was here."""
+        """End a request on Celery's revoke with terminate. Returns whether this worker had it."""
         message = self._preparation.get(request_id)
         if message is not None:
             self._preparation.drop(message)
@@ -349,7 +348,7 @@ class Dispatcher:
         return True
 
     def lease_lost(self, message: Any) -> None:
-        """Another worker has this message: stop, write nothing more, acknowledge nothing."""
+        """Stop a message that another worker has now, without another write or acknowledgement."""
         self._metrics.lease_lost()
         preparing = self._preparation.get(message.headers.get("id"))
         if preparing is not None and preparing.celery_request.lease_id == message.delivery_tag:
@@ -358,7 +357,7 @@ class Dispatcher:
             return
         job = self._in_flight.get(message.headers.get("id"))
         if job is not None and job.celery_request.lease_id == message.delivery_tag:
-            logger.warning("request was taken over by another worker", **job.log_fields)
+            logger.warning("request taken over by another worker", **job.log_fields)
             self._in_flight.drop(job)
             task_ready(job.celery_request)
 
@@ -368,13 +367,13 @@ class Dispatcher:
         if self._processor is None:
             if not (capabilities.cache_salt or self._share_prefix_cache):
                 self._end_worker(
-                    f"the engine {self._engine} cannot keep the tenants' prefix caches apart: set"
+                    f"the engine {self._engine} cannot separate the prefix caches of tenants: set"
                     " HEADRACE_SHARE_PREFIX_CACHE=true or HEADRACE_ENABLE_PREFIX_CACHING=false"
                 )
                 return
-            self._begin_with(model_info, capabilities)
+            self._use_first_engine(model_info, capabilities)
         elif self._model_info.weights and model_info.weights not in ("", self._model_info.weights):
-            # What runs was begun with the files that the engine process before has read.
+            # The running requests began with the files that the previous engine process loaded.
             self._end_worker(
                 "the model's files were replaced while the worker ran: its engine has loaded weights"
                 f" {model_info.weights} after {self._model_info.weights}; start the worker again"
@@ -382,8 +381,8 @@ class Dispatcher:
             return
         elif capabilities != self._capabilities:
             self._end_worker(
-                f"the engine {self._engine} was replaced while the worker ran, and its capabilities are not those of"
-                " the one before; start the worker again"
+                f"the engine {self._engine} was replaced while the worker ran, and has other capabilities;"
+                " start the worker again"
             )
             return
         self._model_info = model_info
@@ -401,8 +400,8 @@ class Dispatcher:
         self.register_model()
         self._in_flight.send_chosen()
 
-    def _begin_with(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None:
-        """Open the doors to the first engine process; those after it must be like it."""
+    def _use_first_engine(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None:
+        """Configure the worker for its first engine process. Later processes must match it."""
         tokenizer, parts = self.supervisor.tokenizer, self.supervisor.tokenizer_parts
         self._processor = InputProcessor(model_info, tokenizer, engine=self._engine, capabilities=capabilities)
         self._capabilities = capabilities
@@ -419,13 +418,13 @@ class Dispatcher:
         self._preparation.configure(settings, plain)
 
     def _end_worker(self, reason: str) -> None:
-        """The engine that is ready is not one that this worker can go on with."""
+        """End a worker that cannot continue with the engine that is ready."""
         self.drain()
         self.hand_back()
         self._on_given_up(reason)
 
     def on_engine_outputs(self, outputs: EngineCoreOutputs) -> None:
-        # A request that waits for its adapter's turn says nothing about slots and memory, of which there may be enough.
+        # A request that waits for its adapter does not mean that slots or memory are short.
         self._engine_waiting = outputs.stats.waiting - sum(waits for _, waits in outputs.stats.lora_requests.values())
         self._last_step = outputs.stats
         self._metrics.step(outputs.stats)
@@ -443,23 +442,23 @@ class Dispatcher:
         self.drain()
         self._on_given_up(reason)
 
-    # -- beside the work ------------------------------------------------------------------------------------------
+    # -- state and control ----------------------------------------------------------------------------------------
 
     def heartbeat(self) -> None:
-        """Once a second from the event loop."""
+        """Do the periodic work; the event loop calls it once a second."""
         self.settlement.heartbeat()
         self._metrics.heartbeat()
-        self._metrics.loop_lag(self._loop_watch.longest_silence())
+        self._metrics.loop_lag(self._loop_watch.longest_turn())
         self._health.heartbeat(len(self._in_flight))
         self._health.preparation_fails(self._preparation.is_failing)
         self._metrics.slots(min(self._in_flight.slots_used, self._max_num_seqs), self._max_num_seqs)
         self._in_flight.heartbeat()
         for message in self._preparation.heartbeat():
-            if message.celery_request.revoked():  # Celery settles it: it was revoked, or has expired
+            if message.celery_request.revoked():  # it was revoked or has expired, and Celery settles it
                 self._preparation.drop(message)
 
-    def loop_is_left(self) -> None:
-        """Redis is away, and the event loop does not turn."""
+    def loop_stopped(self) -> None:
+        """Stop measuring the event loop, which does not turn while Redis is away."""
         self._loop_watch.pause()
 
     def set_state(self, state: str) -> None:
@@ -468,7 +467,7 @@ class Dispatcher:
         self._health.state(state)  # type: ignore[arg-type]
 
     def register_model(self) -> None:
-        """Tell clients that this model is served."""
+        """Publish in Redis that this worker serves its model."""
         try:
             for name in self._served_names:
                 register_model(
@@ -483,16 +482,16 @@ class Dispatcher:
                     **self._formats,
                 )
         except REDIS_ERRORS as error:
-            logger.warning("model could not be registered", error=str(error))
+            logger.warning("model not registered", error=str(error))
 
     def pause(self) -> None:
-        """Take nothing more until `resume`; what runs goes on."""
+        """Take no messages until `resume`. Running requests continue."""
         self._paused = True
         self._hand_back_unprepared()
         self.set_state("draining")
 
     def resume(self) -> bool:
-        """Undo `pause`; False where the worker drains for good."""
+        """Undo `pause`. Returns False if the worker drains for good."""
         if self._draining:
             return False
         self._paused = False
@@ -500,7 +499,7 @@ class Dispatcher:
         return True
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers and states for an operator; None for what the engine does not tell."""
+        """Give numbers and states to an operator. None stands for a number that the engine does not report."""
         last = self._last_step
         levels = {
             "running": last.running,
@@ -508,7 +507,7 @@ class Dispatcher:
             "kv_blocks_used": last.kv_blocks_used,
             "kv_blocks_total": last.kv_blocks_total,
         }
-        told = levels.keys() if self._processor is None else self._capabilities.stats
+        reported = levels.keys() if self._processor is None else self._capabilities.stats
         return {
             "model": self._served_names[0],
             "state": self._health.not_ready() or "ready",
@@ -522,7 +521,7 @@ class Dispatcher:
                 "name": self._engine,
                 "pid": self.supervisor.pid,
                 "ready": self.supervisor.is_ready,
-                **{name: level if name in told else None for name, level in levels.items()},
+                **{name: level if name in reported else None for name, level in levels.items()},
                 "isolating": self._in_flight.is_isolating,
             },
             "totals": asdict(self._metrics.totals),
@@ -530,23 +529,23 @@ class Dispatcher:
         }
 
     def drain(self) -> None:
-        """Take nothing more; what runs goes on."""
+        """Take no messages any more. Running requests continue."""
         self._draining = True
         self._hand_back_unprepared()
         self.set_state("draining")
 
     def _hand_back_unprepared(self) -> None:
-        for message in reversed(self._preparation.drop_all()):  # the last first: they come out again in their order
+        for message in reversed(self._preparation.drop_all()):  # each goes to the front, so the last one goes first
             message.celery_request.hand_back()
 
     def hand_back(self) -> int:
-        """Give every request that is not complete back to the queue; another worker continues it from its stream.
+        """Return every incomplete request to the queue. Another worker resumes it from its stream.
 
-        Where the engine could not be kept alive, one of these requests may be the reason, and it counts as a strike.
+        If the engine could not be kept alive, one of these requests may be the cause, so their deliveries count.
         """
         self._in_flight.flush(retry=True)
         jobs = list(self._in_flight)
-        for job in reversed(jobs):  # the last first: they come out again in their order
+        for job in reversed(jobs):  # each goes to the front, so the last one goes first
             reason = "engine_given_up" if self._given_up else "drain"
             self._in_flight.hand_back(job, reason, strike=self._given_up)
         return len(jobs)

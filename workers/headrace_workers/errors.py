@@ -6,8 +6,8 @@ HeadraceWorkerError
 
 
 class HeadraceWorkerError(Exception):
-    """Base of all errors that the worker package raises on purpose."""
+    """Base class of all errors that the worker package raises on purpose."""
 
 
 class WorkerSettingsError(HeadraceWorkerError, ValueError):
-    """A setting cannot be used; the message names it, its value and what is allowed."""
+    """A setting is invalid. The message names it, its value and the allowed values."""

@@ -1,7 +1,7 @@
 """`Finisher`: the thread on which Celery's end-of-task work runs.
 
-Storing a result is a round trip, and minutes of retries while Redis is away. The hub thread renews leases, so it must
-not wait for that. Acknowledgements hop back to the hub by themselves (Celery's consumer arranges it).
+Storing a result takes a round trip, or minutes of retries while Redis is away. The event loop's thread renews leases,
+so it must not wait for that. Celery's consumer calls acknowledgements on the event loop's thread.
 """
 
 import logging
@@ -21,7 +21,7 @@ _Work = tuple[Callable[[], None], Callable[[], None], dict[str, Any]]
 
 
 class Finisher:
-    """Runs jobs one after the other; `busy` counts those that have not ended."""
+    """Runs calls one after the other. `busy` counts those that have not ended."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
@@ -37,14 +37,14 @@ class Finisher:
     def submit(self, finish: Callable[[], None], on_failure: Callable[[], None], **about: Any) -> None:
         """Run `finish`, and `on_failure` if it raises; both on the finisher's thread.
 
-        `about` are fields for what is logged meanwhile.
+        `about` are fields of every log line written meanwhile.
         """
         with self._lock:
             self._busy += 1
         self._queue.put((finish, on_failure, about))
 
     def stop(self) -> None:
-        """End the thread when all that was submitted has run; does not wait."""
+        """End the thread once all submitted calls have run. Does not wait."""
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -53,8 +53,8 @@ class Finisher:
             with structlog.contextvars.bound_contextvars(**about):
                 try:
                     finish()
-                except Exception as error:  # noqa: BLE001  # of Redis, of Celery, of a signal's receiver
-                    logger.error("a request could not be finished; it will be delivered again: %s", frames(error))
+                except Exception as error:  # noqa: BLE001  # from Redis, Celery or a signal's receiver
+                    logger.error("request could not be finished, it will be delivered again: %s", frames(error))
                     on_failure()
                 finally:
                     with self._lock:

@@ -1,4 +1,4 @@
-"""What a message says: its headers, as `Incoming`, and its body, which `Intake` reads in another process."""
+"""Reads messages: `Incoming` holds the headers; `Intake` checks the body, in another process."""
 
 import hashlib
 import time
@@ -23,15 +23,15 @@ from headrace_workers.errors import HeadraceWorkerError
 PROMPT_TAIL_CHARS = 64
 _LATEST_UNIX_TIME = 1e11
 _LINKED = (
-    "links, chains and chords are not run, as the worker would start them with its own rights: send the next task when"
-    " the result is there"
+    "links, chains and chords are not supported, as the worker would start them with its own rights: send the next task"
+    " when the result is there"
 )
-_NO_TOOLS = "the chat template of this model shows it no tools: describe them in a message, or leave tools out"
-MALFORMED = "the message is malformed: its body is not what Celery's protocol 2 says"
+_NO_TOOLS = "the chat template of this model does not support tools: describe them in a message, or leave tools out"
+MALFORMED = "the message is malformed: its body does not follow Celery's protocol 2"
 
 
 class RefusedError(HeadraceWorkerError):
-    """The request cannot be served, and never will be."""
+    """The request cannot be served, now or later."""
 
     def __init__(self, code: str, message: str) -> None:
         self.error = ErrorInfo(code, message)
@@ -40,7 +40,7 @@ class RefusedError(HeadraceWorkerError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Incoming:
-    """What a message says beside its body, which another process decodes."""
+    """The headers of a message. Another process decodes its body."""
 
     request_id: str
     priority: int
@@ -48,27 +48,27 @@ class Incoming:
     enqueued_at: float | None
     """Unix seconds by the producer's clock."""
     queued_at: float | None = None
-    """Since when the message could have been taken, by the monotonic clock; None where nothing tells."""
+    """Since when the message could have been taken, by the monotonic clock; None if unknown."""
     clock: Literal["producer", "redis"] | None = None
-    """What told `queued_at`: the producer's clock against this machine's, or Redis's alone."""
+    """The source of `queued_at`: the producer's clock compared with this machine's, or Redis's clock only."""
     tenant: str | None
     over_quota: int
-    """The quota, where the tenant has too many requests in the queue and this one is to be refused; else 0."""
+    """The tenant's quota if it is exceeded and this request must be refused; else 0."""
     abandon_after: float | None = None
-    """Seconds; the request is cancelled when nobody has listened for so long."""
+    """Seconds without a subscriber heartbeat after which the request is cancelled."""
     trace_headers: dict[str, Any] = field(repr=False, default_factory=dict)
     deadline: float | None
     """Unix seconds: when the message expires, or its time limit from now has passed."""
     step: int = 0
-    """Priority step of the list that the message came by."""
+    """Priority step of the list that held the message."""
     preemptions: int = 0
-    """How often the request made room for one of a better level."""
+    """How often the request was preempted."""
     delay: float = 0.0
-    """Seconds until the ETA that the producer named, by this machine's clock; 0 where it has come."""
+    """Seconds until the producer's ETA, by this machine's clock; 0 if it has passed."""
 
     @classmethod
     def read(cls, celery_request: CeleryRequest) -> "Incoming":
-        """Odd values of optional headers count as absent."""
+        """Read the headers. An optional header with an invalid value counts as absent."""
         headers = celery_request.request_dict
         delivery = celery_request.delivery_info
         priority = delivery.get("priority")
@@ -93,25 +93,25 @@ class Incoming:
 
     @property
     def waited(self) -> float | None:
-        """Seconds for which the message could have been taken, and was not; None where it was, and was preempted."""
+        """Seconds that the message waited in the queue; None if that is unknown, or if the request was preempted."""
         return None if self.queued_at is None or self.preemptions else time.monotonic() - self.queued_at
 
 
 def tenant_of(celery_request: CeleryRequest) -> str | None:
-    """Whose request it is, as far as its message says."""
+    """Get the tenant that the message names, or None."""
     tenant = celery_request.request_dict.get("tenant")
     return tenant if isinstance(tenant, str) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What a request asks for, checked and tokenised; plain data."""
+    """A request that is checked and tokenised; plain data."""
 
     token_ids: list[int]
     bad_words_token_ids: list[list[int]]
     params: dict[str, Any]
     given_numbers: dict[str, float]
-    """The sampling parameters that the message names itself, those that are numbers."""
+    """The numeric sampling parameters that the message sets itself."""
     is_chat: bool
     lora: str | None
     prompt_tail: str | None
@@ -119,7 +119,7 @@ class Prepared:
 
 
 class Intake:
-    """The worker's door: whether the engine can serve what a message's body asks for. Nothing here has an effect."""
+    """Checks whether the engine can serve a message's body. It has no side effects."""
 
     def __init__(self, processor: InputProcessor, served_names: Sequence[str]) -> None:
         self._processor = processor
@@ -129,7 +129,7 @@ class Intake:
         """Check a decoded body and tokenise its prompt.
 
         Raises:
-            RefusedError: with the code and the sentence that the client gets.
+            RefusedError: with the error code and message for the client.
         """
         if not _is_protocol_2(body):
             raise RefusedError(ErrorCode.INVALID_REQUEST, MALFORMED)
@@ -163,9 +163,9 @@ class Intake:
             assert prompt is not None
             checked = self._processor.check(prompt, params)
         if params.seed is None:
-            # It draws by its id, so that another worker draws the same numbers.
+            # Derived from the id, so that another worker draws the same numbers.
             params.seed = seed_of(request_id)
-        if params.allowed_token_ids is not None:  # a list may name each token many times
+        if params.allowed_token_ids is not None:  # a list may name a token many times
             params.allowed_token_ids = list(dict.fromkeys(params.allowed_token_ids))
         return Prepared(
             token_ids=checked.token_ids,
@@ -181,13 +181,13 @@ class Intake:
 
 
 def check_tools(request: GenerateRequest, processor: InputProcessor) -> None:
-    """Raises RefusedError where the request has tools, and the chat template shows the model none."""
+    """Raise RefusedError if the request has tools and the chat template does not support them."""
     if request.tools and not processor.shows_tools:
         raise RefusedError(ErrorCode.UNSUPPORTED, _NO_TOOLS)
 
 
 def _is_protocol_2(body: Any) -> bool:
-    """[args, kwargs, embed], of the right types."""
+    """Whether it is [args, kwargs, embed], of the right types."""
     if not isinstance(body, list | tuple) or len(body) != 3:
         return False
     args, kwargs, embed = body
@@ -195,7 +195,7 @@ def _is_protocol_2(body: Any) -> bool:
 
 
 def _deadline(expires: Any, time_limits: Any) -> float | None:
-    """The earliest of Celery's `expires` and its hard and soft time limits, which count from now."""
+    """Get the earliest of Celery's `expires` and its hard and soft time limits, which count from now."""
     moments = [expires.timestamp()] if isinstance(expires, datetime) else []
     moments += [
         time.time() + limit
@@ -208,10 +208,10 @@ def _deadline(expires: Any, time_limits: Any) -> float | None:
 def _queued_at(
     enqueued_at: float | None, eta: Any, by_redis: float | None
 ) -> tuple[float | None, Literal["producer", "redis"] | None]:
-    """Since when a message waits, by the monotonic clock, and what told it.
+    """Get since when a message waits, by the monotonic clock, and the source of that time.
 
-    A producer's clock may be wrong, and does not make a wait shorter than what Redis has seen of it. What was to wait
-    until an ETA waits since then.
+    A producer's clock may be wrong, so a wait is never shorter than the one that Redis measured. A message with an ETA
+    waits since its ETA.
     """
     if enqueued_at is None:
         return by_redis, None if by_redis is None else "redis"
@@ -228,12 +228,12 @@ def _delay(eta: Any) -> float:
 
 
 def _unix_time(value: Any) -> float | None:
-    """A producer's clock reading; None for what cannot be one, NaN and numbers beyond floats among them."""
+    """Read a producer's timestamp; None for an invalid one, such as NaN or a number beyond floats."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LATEST_UNIX_TIME:
         return float(value)
     return None
 
 
 def seed_of(request_id: str) -> int:
-    """The seed of a request that names none: a 64-bit digest of its id."""
+    """Make the seed of a request that has none: a 64-bit digest of its id."""
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "big", signed=True)

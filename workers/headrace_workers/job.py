@@ -1,4 +1,4 @@
-"""`Job`: one message in this worker's hands, from its claim to its acknowledgement."""
+"""`Job`: one message that this worker holds, from its claim to its acknowledgement."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ from headrace_workers.celery_request import CeleryRequest
 
 @dataclass(slots=True)
 class ChoiceRecord:
-    """What one choice has published so far, all attempts together. Nothing else keeps it while the request runs."""
+    """The published output of one choice, of all attempts. This is its only copy in the worker."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -35,7 +35,7 @@ class ChoiceRecord:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     last_token_at: float | None = None
-    """When this worker published its last one."""
+    """When this worker published its last token."""
 
     def add(self, token_ids: Sequence[int], text: str, logprobs: TokenLogprobs | None) -> None:
         self.token_ids += token_ids
@@ -50,43 +50,43 @@ class ChoiceRecord:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """The bridge between a Celery request, an engine request and a stream."""
+    """Connects a Celery request, an engine request and a stream."""
 
     celery_request: CeleryRequest
     request: ProcessedRequest
     attempt: int
     choices: list[ChoiceRecord]
     queued_at: float | None
-    """Since when the message could have been taken, by the monotonic clock; None where nothing tells."""
+    """Since when the message could have been taken, by the monotonic clock; None if unknown."""
     tenant: str | None = None
     abandon_after: float | None = None
-    """Seconds; the request is cancelled when nobody has listened for so long."""
+    """Seconds without a subscriber heartbeat after which the request is cancelled."""
     span: Any = None
-    """OpenTelemetry's, while the request is traced; see `tracing.py`."""
+    """OpenTelemetry's span, while the request is traced; see `tracing.py`."""
     trace_id: str | None = None
-    """Of the trace that is recorded; an exemplar of the request's latencies."""
+    """Id of the recorded trace, an exemplar of the request's latencies."""
     received_at: float = field(default_factory=time.monotonic)
     admitted_at: float | None = None
     """When the engine began its first step."""
     first_token_at: float | None = None
     last_token_at: float | None = None
     num_first_tokens: int = 0
-    """How many tokens were there at `first_token_at`, those of earlier attempts among them."""
+    """Number of tokens at `first_token_at`, including those of earlier attempts."""
     num_cached_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None
     """Published with choice 0's first token, by this attempt or an earlier one."""
     model: ModelIdentity | None = None
-    """Which weights this attempt computes with."""
+    """The weights that this attempt computes with."""
     begun_with: ModelIdentity | None = None
-    """Others, with which an earlier attempt has computed tokens; None where there were none."""
+    """Other weights that computed tokens of an earlier attempt; None if there were none."""
     drawn_with: set[str] = field(default_factory=set)
-    """Names of the draws behind the tokens of earlier attempts, as far as their workers said."""
+    """Names of the draws that chose the tokens of earlier attempts, as far as their workers reported them."""
     engine_losses: int = 0
-    """How many engine processes, of any worker, died with this request in them."""
+    """Number of engine processes, on any worker, that died with this request in them."""
     step: int = 0
-    """Priority step of the list that the message came by."""
+    """Priority step of the list that held the message."""
     preemptions: int = 0
-    """How often it made room for requests of better levels."""
+    """How often the request was preempted."""
     timers: list[Any] = field(default_factory=list)
 
     @property
@@ -95,7 +95,7 @@ class Job:
 
     @property
     def log_fields(self) -> dict[str, Any]:
-        """What every log line about this request carries."""
+        """Fields of every log line about this request."""
         return {"request_id": self.request_id, "attempt": self.attempt}
 
     @property
@@ -104,11 +104,11 @@ class Job:
 
     @property
     def num_tokens(self) -> int:
-        return sum([len(choice.token_ids) for choice in self.choices])  # asked for each chunk: no generator
+        return sum([len(choice.token_ids) for choice in self.choices])  # called for each chunk: no generator
 
     @property
     def decode_seconds(self) -> float | None:
-        """From this worker's first to its last token."""
+        """Seconds from this worker's first to its last token."""
         if self.first_token_at is None or self.last_token_at is None:
             return None
         return self.last_token_at - self.first_token_at
@@ -118,7 +118,7 @@ class Job:
         return [choice.finish_reason for choice in self.choices].count(None)
 
     def core_requests(self) -> list[EngineCoreRequest]:
-        """What the engine still has to do, from the next token of each choice on."""
+        """Make the requests for the engine that continue each unfinished choice at its next token."""
         todo = []
         for choice, core_request in zip(self.choices, self.request.choices, strict=True):
             if choice.finish_reason is None:
@@ -127,10 +127,10 @@ class Job:
         return todo
 
     def take(self, output: EngineOutput, request_output: RequestOutput | None = None) -> StreamWrite:
-        """Record news of one choice and return the chunk that publishes it.
+        """Record new output of one choice and return the chunk that publishes it.
 
         Args:
-            request_output: what the choice's news came in.
+            request_output: the request's output that `output` is a part of.
         """
         choice = self.choices[output.index]
         logprobs = None if output.logprobs is None else [_candidates(entry) for entry in output.logprobs]
@@ -172,7 +172,7 @@ class Job:
         return GenerateResult(self.request_id, outputs, self.usage(), error, self.prompt_logprobs)
 
     def summary(self) -> dict[str, Any]:
-        """For an operator: nothing of what the request says."""
+        """Describe the request to an operator, without its contents."""
         return {
             "request_id": self.request_id,
             "attempt": self.attempt,
@@ -187,7 +187,7 @@ class Job:
 
 
 def recorded_choices(entries: Sequence[StreamEvent], count: int) -> list[ChoiceRecord]:
-    """The choices as earlier attempts left them in the stream."""
+    """Read the choices that earlier attempts wrote to the stream."""
     choices = [ChoiceRecord() for _ in range(count)]
     for entry in entries:
         if isinstance(entry, ChunkEvent) and 0 <= entry.index < count:
@@ -198,7 +198,7 @@ def recorded_choices(entries: Sequence[StreamEvent], count: int) -> list[ChoiceR
 
 
 def recorded_result(request_id: str, entries: Sequence[StreamEvent], ended: EndEvent) -> GenerateResult:
-    """The result of a request whose stream has ended, read back from it."""
+    """Read the result of an ended request from its stream."""
     count = 1 + max((entry.index for entry in entries if isinstance(entry, ChunkEvent)), default=-1)
     choices = recorded_choices(entries, count)
     outputs = [choice.to_output(index) for index, choice in enumerate(choices)]
@@ -206,7 +206,7 @@ def recorded_result(request_id: str, entries: Sequence[StreamEvent], ended: EndE
 
 
 def recorded_usage(entries: Sequence[StreamEvent]) -> Usage | None:
-    """What the tokens of the stream have cost, as far as its workers said; None where it has none."""
+    """Read the usage of a stream's tokens, as far as its workers recorded it; None if it has no tokens."""
     num_tokens = sum(len(entry.token_ids) for entry in entries if isinstance(entry, ChunkEvent))
     if not num_tokens:
         return None
@@ -215,7 +215,7 @@ def recorded_usage(entries: Sequence[StreamEvent]) -> Usage | None:
 
 
 def recorded_prompt_logprobs(entries: Sequence[StreamEvent]) -> PromptLogprobs | None:
-    """Those that an earlier attempt has published; the engine makes them for the first token only."""
+    """Read the prompt logprobs of an earlier attempt. The engine computes them with the first token only."""
     found = (entry.prompt_logprobs for entry in entries if isinstance(entry, ChunkEvent))
     return next((logprobs for logprobs in found if logprobs is not None), None)
 

@@ -1,4 +1,4 @@
-"""`ListenerWatch`: finds the requests to which nobody listens any more, where they were sent with `abandon_after`."""
+"""`ListenerWatch`: finds abandoned requests, whose subscriber heartbeats have stopped for `abandon_after` seconds."""
 
 import logging
 import time
@@ -12,10 +12,10 @@ logger = logging.getLogger(__name__)
 
 
 class ListenerWatch:
-    """Asks Redis when each request was listened to last.
+    """Asks Redis for the time since each request's last subscriber heartbeat.
 
-    While Redis is away nobody can say that he listens. So nobody is judged until Redis has been there for as long as
-    the request may do without a listener.
+    While Redis is away, no subscriber can send a heartbeat. So a request counts as abandoned only after Redis has been
+    available for the request's whole `abandon_after`.
 
     Args:
         clock: monotonic time in seconds.
@@ -25,20 +25,20 @@ class ListenerWatch:
         self._listeners = listeners
         self._clock = clock
         self._watched: set[str] = set()
-        self._sighted_since = clock()
+        self._available_since = clock()
 
-    def lost_sight(self) -> None:
-        """Redis was away, or is; this worker may have begun while it was."""
-        self._sighted_since = self._clock()
+    def redis_was_away(self) -> None:
+        """Begin the wait for heartbeats anew, because Redis is or was away."""
+        self._available_since = self._clock()
 
     def is_abandoned(self, job: Job) -> bool:
-        """Whether a request that comes from the queue is to be cancelled."""
+        """Whether a request that is about to start has been abandoned."""
         return bool(job.abandon_after is not None and self._ask([job], over=()))
 
     def abandoned(self, jobs: Iterable[Job]) -> list[Job]:
-        """Those of all requests at hand that are to be cancelled. Nothing is asked where none wants listeners.
+        """List the abandoned jobs. Pass all jobs of the worker; Redis is not asked if none has `abandon_after`.
 
-        Requests that were at hand and are no more have ended, or are another worker's, whose listeners go on.
+        A job that is missing since the last call has ended, or runs on another worker. It is no longer watched.
         """
         watched = [job for job in jobs if job.abandon_after is not None]
         over = self._watched - {job.request_id for job in watched}
@@ -49,9 +49,9 @@ class ListenerWatch:
         try:
             silence = self._listeners.silence(limits, forget=over)
         except REDIS_ERRORS as error:
-            self.lost_sight()
-            logger.warning("nobody is asked who listens: %s", error)
+            self.redis_was_away()
+            logger.warning("subscriber heartbeats could not be read: %s", error)
             return []
         self._watched = (self._watched | limits.keys()).difference(over)
-        sighted = self._clock() - self._sighted_since
-        return [job for job in jobs if min(silence[job.request_id], sighted) >= limits[job.request_id]]
+        available = self._clock() - self._available_since
+        return [job for job in jobs if min(silence[job.request_id], available) >= limits[job.request_id]]

@@ -1,4 +1,4 @@
-"""`LoopWatch`: for how long the worker's event loop served nothing but one thing."""
+"""`LoopWatch`: measures how long one turn of the worker's event loop blocks everything else."""
 
 import time
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from typing import Any
 class LoopWatch:
     """Measures the event loop's turns.
 
-    A turn that takes long is a time in which no lease is renewed, no stream fed and no probe answered. A timer would
-    measure only the turn in which it is due.
+    During a long turn no lease is renewed, no stream is written and no probe is answered. A timer would measure only
+    the turn in which it is due.
 
     Args:
         clock: monotonic time in seconds.
@@ -21,23 +21,23 @@ class LoopWatch:
         self._turn_began: float | None = None
 
     def attach(self, hub: Any) -> None:
-        """Watch this event loop; again after each reconnect, which gives it another poller."""
+        """Watch this event loop; called again after each reconnect, which gives it another poller."""
         if not isinstance(hub.poller, _WatchedPoller):
             hub.poller = _WatchedPoller(hub.poller, self)
         self.pause()
 
     def pause(self) -> None:
-        """The loop is left until its next wait, as Redis is away."""
+        """Measure nothing until the loop's next wait."""
         self._turn_began = None
 
-    def longest_silence(self) -> float:
-        """Seconds that the longest turn took since this was asked last, the one that goes on included."""
+    def longest_turn(self) -> float:
+        """Get the seconds of the longest turn since the last call, including the current one."""
         self._end_turn()
         longest, self._longest = self._longest, 0.0
         return longest
 
     def poll(self, wait: Callable[[], Any]) -> Any:
-        """What `wait` returns, which is no part of a turn."""
+        """Return what `wait` returns. The time that it takes is not part of a turn."""
         self._end_turn()
         events = wait()
         self._turn_began = self._clock()
@@ -49,7 +49,7 @@ class LoopWatch:
 
 
 class _WatchedPoller:
-    """kombu's poller, whose waits are told to a watch."""
+    """Wraps kombu's poller and reports its waits to a `LoopWatch`."""
 
     def __init__(self, poller: Any, watch: LoopWatch) -> None:
         self._poller = poller

@@ -1,7 +1,7 @@
-"""`PlainRequests`: prepares small plain requests on the event loop itself, which saves them the way to another process.
+"""`PlainRequests`: prepares small plain requests on the event loop, without a round trip to another process.
 
-That way takes most of a millisecond after an idle moment, a short prompt a fifth of one. What could take longer, or is
-wrong, is left to the processes: chat templates, grammars, bad words, long prompts, and all refusals.
+After an idle moment the round trip takes most of a millisecond, and a short prompt takes a fifth of one. The processes
+prepare what may take longer: chat templates, grammars, bad words and long prompts. They also make all refusals.
 """
 
 from collections.abc import Sequence
@@ -13,29 +13,29 @@ from headrace_workers.intake import Intake, Prepared
 
 _MAX_BODY_BYTES: Final = 4096
 _MAX_CHARS: Final = 1000
-"""A tokenizer takes 2 ms for so much at worst."""
+"""A tokenizer takes at most 2 ms for a prompt of this length."""
 _FIELDS: Final = {"prompt", "prompt_token_ids", "sampling_params", "model", "lora"}
 _LISTS: Final = ("stop", "stop_token_ids")
 
 
 class PlainRequests:
-    """Implements what `Preparation` asks before it sends a message to a process.
+    """Prepares a message for `Preparation`, if that needs no process.
 
     Args:
-        processor: one without logits processors, which may take any time to check a request.
+        processor: without logits processors, which may take any time to check a request.
     """
 
     def __init__(self, processor: InputProcessor, served_names: Sequence[str]) -> None:
         self._intake = Intake(processor, served_names)
 
     def prepare(self, request_id: str, content_type: str, body: bytes | str) -> Prepared | None:
-        """None for a request that is not small and plain, or cannot be served: a process is to answer it."""
+        """Prepare a request. Returns None if it is not small and plain, or cannot be served: a process answers it."""
         if len(body) > _MAX_BODY_BYTES:
             return None
         try:
             decoded = loads(body, content_type)
             return self._intake.process(request_id, decoded) if _is_plain(decoded) else None
-        except Exception:  # noqa: BLE001  # it happens again in the process, which answers for it
+        except Exception:  # noqa: BLE001  # it is raised again in the process, which answers the request
             return None
 
 

@@ -1,9 +1,9 @@
-"""`Preemption`: running requests make room for requests of better priorities, and go on later behind their last token.
+"""`Preemption`: returns running requests to the queue for those of higher priority. They resume after their last token.
 
-Priorities are compared by the steps of the queue's lists (`keys.PRIORITY_STEPS`), so those of one list are equal and
-preempt nothing. That is the step that a request was sent with, whatever it has aged to: ageing is a place in the queue,
-and neither makes room nor keeps it. A better request is taken from the queue first, by one worker alone, and makes room
-for itself when it is prepared: so no two workers preempt for the same one.
+Priorities are compared by the steps of the queue's lists (`keys.PRIORITY_STEPS`). 0 is the highest. Requests of one
+step do not preempt each other. The step is the one that a request was sent with: ageing improves its place in the
+queue only. One worker takes the request of higher priority from the queue first, and preempts others when that request
+is prepared. So no two workers preempt for the same request.
 """
 
 import structlog
@@ -16,10 +16,10 @@ logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 
 class Preemption:
-    """Hands requests back to the queue where better ones find no slot.
+    """Returns requests to the queue when requests of higher priority find no slot.
 
     Args:
-        max_preemptions: so often a request makes room, then it stays; 0 switches preemption off.
+        max_preemptions: how often one request may be preempted; 0 switches preemption off.
         max_num_seqs: choices that the engine runs at once.
     """
 
@@ -29,19 +29,19 @@ class Preemption:
         self._metrics = metrics
 
     def credit(self, in_flight: InFlight, num_preparing: int, *, engine_waiting: int) -> tuple[int, int]:
-        """The worst step that would make room, and how many more messages of better steps may then be taken.
+        """Get the lowest priority step that can be preempted, and how many messages of higher priority may be taken.
 
         Args:
-            num_preparing: messages that have been taken and will have a choice at least.
-            engine_waiting: so many requests wait in the engine, whose memory or budget of tokens is short. Better ones
-                go before those of worse steps there, and need only the free slots; no more are taken than wait, less
-                the better ones that have not begun, as other workers may have room.
+            num_preparing: messages that have been taken; each will have at least one choice.
+            engine_waiting: requests that wait in the engine because its memory or token budget is short. The engine
+                orders them by priority, so messages of higher priority need only free slots. No more are taken than
+                wait, minus those of higher priority that have not begun, as other workers may have room.
         """
         room = self._max_num_seqs - num_preparing - in_flight.slots_used
         if room > 0:
             if not engine_waiting or not self._max_preemptions:
                 return 0, 0
-            # Those that the engine itself has evicted have begun, and which these are it does not say.
+            # Requests that the engine preempted itself have begun. It does not report which these are.
             worst = max((job.step for job in in_flight if job.num_unfinished), default=0)
             ahead = sum(job.num_unfinished for job in in_flight if job.step < worst and not _is_begun(job))
             return worst, max(0, min(room, engine_waiting - num_preparing - ahead))
@@ -52,15 +52,15 @@ class Preemption:
         return step, max(0, room + slots)
 
     def make_room(self, in_flight: InFlight, job: Job) -> None:
-        """Hand requests of worse steps back as far as the choices of this one, which is in flight, find no slots.
+        """Preempt requests of lower priority until the choices of this job, which is in flight, have slots.
 
-        The worst goes first, and of equals the one that loses least.
+        The lowest priority goes first, and among equals the request with the fewest tokens to compute again.
         """
         if in_flight.slots_used <= self._max_num_seqs or not self._preemptible(in_flight, better=job.step):
             return
-        in_flight.publish_held_back()  # with which some may end
+        in_flight.publish_held_back()  # this may end some requests
         missing = in_flight.slots_used - self._max_num_seqs
-        for victim in sorted(self._preemptible(in_flight, better=job.step), key=_worth):
+        for victim in sorted(self._preemptible(in_flight, better=job.step), key=_preemption_order):
             if missing <= 0:
                 return
             missing -= victim.num_unfinished
@@ -74,9 +74,9 @@ class Preemption:
             )
 
     def _preemptible(self, in_flight: InFlight, *, better: int) -> list[Job]:
-        """Those that may make room for a request of the priority step `better`.
+        """List the jobs that a request of the priority step `better` may preempt.
 
-        A request that would go on with other tokens than an undisturbed one may not.
+        A request that would resume with other tokens than an uninterrupted run is not preempted.
         """
         if not self._max_preemptions or in_flight.exact_resume == "none":
             return []
@@ -91,11 +91,11 @@ class Preemption:
 
 
 def _is_begun(job: Job) -> bool:
-    """Whether the engine has computed something of it, as far as the engine says."""
+    """Whether the engine has begun to compute it, as far as it reports that."""
     return job.admitted_at is not None or job.first_token_at is not None
 
 
-def _worth(job: Job) -> tuple[int, int, float]:
-    """What is computed again when the request goes on is its tokens, as far as no prefix cache has them."""
+def _preemption_order(job: Job) -> tuple[int, int, float]:
+    """Sort jobs by priority, then by the tokens that a resume computes again unless a prefix cache has them."""
     lost = len(job.request.prompt_token_ids) + job.num_tokens if _is_begun(job) else 0
     return -job.step, lost, -job.received_at

@@ -1,13 +1,13 @@
-"""`Preparation`: the messages that this worker has taken and does not know to be good yet.
+"""`Preparation`: the messages that this worker has taken and not checked yet.
 
     begin --plain------------prepared--> adapter's folder --> `ready`
       +---> quick lane ------prepared-->
                  |  `slow`
                  +--> slow lane, tenants in turn --prepared-->
 
-Small messages go through a process that spends a moment on each, so that no long prompt, new grammar or endless chat
-template of one tenant delays them; what needs more goes on in a second process. The smallest need no process, see
-`plain_requests.py`. Runs on the event loop's thread alone.
+Small messages go to a process that spends a fraction of a second on each, so that no long prompt, new grammar or
+endless chat template of one tenant delays them. Messages that need more go to a second process. The smallest need no
+process; see `plain_requests.py`. Runs on the event loop's thread only.
 """
 
 import itertools
@@ -31,12 +31,12 @@ from headrace_workers.preparation_process import QUICK_BODY_BYTES
 from headrace_workers.tokenizer_answers import error_answer
 
 ADAPTER_SECONDS: Final = 5.0
-"""A request is refused where the file system has not answered for so long."""
+"""A request is refused if the file system does not answer for so long."""
 POSTPONE_SECONDS: Final = 1.0
 
 
 class _Calls(Enum):
-    """The tenant of all calls."""
+    """Stands for a tenant to which all calls of the tokenizer belong."""
 
     CALLS = 0
 
@@ -50,9 +50,9 @@ class Preparing:
     celery_request: CeleryRequest
     is_slow: bool = False
     prepared: Prepared | None = None
-    """Set while only its adapter is to be found."""
+    """Set while the message waits only for its adapter."""
     since: float = field(default_factory=time.monotonic)
-    """When the search for its adapter began."""
+    """When the search for the adapter began."""
 
     @property
     def request_id(self) -> str:
@@ -65,14 +65,14 @@ class Preparing:
 
 
 class Preparation:
-    """Prepares messages, and calls one of these when that is done; the message is not held here any more.
+    """Prepares messages. Ends each with one of the four calls below, after which it no longer holds the message.
 
     Args:
-        make_lane: makes the two lanes; the slow one is given one message at a time.
-        most: messages that may be here at once; half of them may be slow, and a quarter those of one tenant.
-        ready: called with the message, what it asks for, and its adapter.
-        refused: called with the message and why it cannot be served.
-        undecodable: called with a message whose body is not what its content type says, and a sentence on that.
+        make_lane: makes the two lanes; the slow one gets one message at a time.
+        max_messages: messages held at once. At most half of them may be slow, and a quarter slow ones of one tenant.
+        ready: called with the message, the prepared request and its adapter.
+        refused: called with the message and the reason why it cannot be served.
+        undecodable: called with a message whose body does not match its content type, and the problem.
         postponed: called with a slow message for which there is no room now.
     """
 
@@ -82,20 +82,20 @@ class Preparation:
         adapters: Adapters,
         served_name: str,
         *,
-        most: int,
+        max_messages: int,
         ready: Callable[[Preparing, Prepared, LoRARequest | None], None],
         refused: Callable[[Preparing, Exception], None],
         undecodable: Callable[[Preparing, str], None],
         postponed: Callable[[Preparing], None],
     ) -> None:
-        self._quick = make_lane(is_quick=True, on_answer=self._on_answer, on_verdict=_pass_over)
+        self._quick = make_lane(is_quick=True, on_answer=self._on_answer, on_verdict=_ignore)
         self._slow = make_lane(is_quick=False, on_answer=self._on_answer, on_verdict=self._quick.learn)
         self._plain: PlainRequests | None = None
         self._lookups = FileLookups()
         self._adapters = adapters
         self._served_name = served_name
-        self._most_slow = max(1, most // 2)
-        self._most_of_one_tenant = max(1, most // 4)
+        self._max_slow = max(1, max_messages // 2)
+        self._max_slow_of_tenant = max(1, max_messages // 4)
         self._ready = ready
         self._refused = refused
         self._undecodable = undecodable
@@ -104,17 +104,17 @@ class Preparation:
         self._held: dict[int, Preparing] = {}
         self._by_id: dict[str, Preparing] = {}
         self._waiting: OrderedDict[str | _Calls | None, deque[Preparing | int]] = OrderedDict()
-        """For the slow lane, by tenant; the first is the next to have its turn. Calls, by number, are one more."""
+        """Work for the slow lane by tenant; the first tenant is next. Calls are numbers, under a key of their own."""
         self._in_slow_lane: int | None = None
         self._calls: dict[int, tuple[str, bytes, Callable[[bytes], None]]] = {}
-        """Of the tokenizer, by number, which is below 0."""
+        """Calls of the tokenizer by number. Their numbers are below 0."""
 
     def __len__(self) -> int:
         return len(self._held)
 
     @property
     def is_failing(self) -> bool:
-        """A lane's process does not start: what is sent there waits until one does."""
+        """Whether a lane's process does not start. Messages wait there until one does."""
         return self._quick.is_failing or self._slow.is_failing
 
     def get(self, request_id: str) -> Preparing | None:
@@ -126,19 +126,19 @@ class Preparation:
         self._slow.start()
 
     def attach(self, hub: Any) -> None:
-        """The event loop; again after each reconnect."""
+        """Run in this event loop; called again after each reconnect."""
         self._lookups.attach(hub)
         self._quick.attach(hub)
         self._slow.attach(hub)
 
     def configure(self, settings: dict[str, Any], plain: PlainRequests | None) -> None:
-        """What the model's processes need, see `preparation_process.make_preparer`; and who needs no process."""
+        """Set the processes' settings, see `preparation_process.make_preparer`, and what prepares plain requests."""
         self._plain = plain
         self._quick.configure({**settings, "is_quick": True})
         self._slow.configure({**settings, "is_quick": False})
 
     def begin(self, incoming: Incoming, celery_request: CeleryRequest) -> None:
-        """Take a message."""
+        """Take a message and start to prepare it."""
         message = Preparing(next(self._numbers), incoming, celery_request)
         prepared = self._prepare_plain(message)
         self._held[message.number] = self._by_id[message.request_id] = message
@@ -150,13 +150,13 @@ class Preparation:
             self._begin_slow(message)
 
     def _prepare_plain(self, message: Preparing) -> Prepared | None:
-        """None where a process is to do it. A message overtakes none that is in the quick lane."""
+        """Prepare a plain message here, or return None for a process. No message overtakes those in the quick lane."""
         if self._plain is None or any(not other.is_slow for other in self._held.values()):
             return None
         return self._plain.prepare(*message.body)
 
     def answer_call(self, kind: str, body: bytes, answered: Callable[[bytes], None]) -> None:
-        """Have a call of the tokenizer answered, beside the messages; see `tokenizer_answers.py`."""
+        """Let the lanes answer a call of the tokenizer, beside the messages; see `tokenizer_answers.py`."""
         number = -next(self._numbers)
         self._calls[number] = kind, body, answered
         if len(body) <= QUICK_BODY_BYTES:
@@ -165,7 +165,7 @@ class Preparation:
             self._wait_for_slow_lane(_Calls.CALLS, number)
 
     def drop(self, message: Preparing) -> None:
-        """Forget a message, which is the caller's from now on; what is still said about it is ignored."""
+        """Forget a message. The caller must settle it. A later answer of a lane for it is ignored."""
         del self._held[message.number], self._by_id[message.request_id]
         waiting = self._waiting.get(message.incoming.tenant)
         if waiting is not None and message in waiting:
@@ -174,14 +174,14 @@ class Preparation:
                 del self._waiting[message.incoming.tenant]
 
     def drop_all(self) -> list[Preparing]:
-        """As `drop`; in the order of receipt."""
+        """Drop all messages and return them in the order of receipt."""
         dropped = list(self._held.values())
         for message in dropped:
             self.drop(message)
         return dropped
 
     def heartbeat(self) -> list[Preparing]:
-        """Once a second: what takes too long is ended. Returns what is here."""
+        """Once a second: end what takes too long. Returns the messages that are left."""
         self._quick.check()
         self._slow.check()
         for message in list(self._held.values()):
@@ -213,7 +213,7 @@ class Preparation:
                 self._on_call_answered(number, kind, values)
             elif message is not None:  # else it was dropped meanwhile
                 self._take_answer(message, kind, values)
-        finally:  # behind it: what goes wrong with the next message must not take this one's answer
+        finally:  # last: an error in the next message must not lose the answer to this one
             self._feed_slow_lane()
 
     def _on_call_answered(self, number: int, kind: str, values: list[Any]) -> None:
@@ -240,7 +240,7 @@ class Preparation:
     def _begin_slow(self, message: Preparing) -> None:
         tenant = message.incoming.tenant
         slow = [other.incoming.tenant for other in self._held.values() if other.is_slow]
-        if len(slow) >= self._most_slow or slow.count(tenant) >= self._most_of_one_tenant:
+        if len(slow) >= self._max_slow or slow.count(tenant) >= self._max_slow_of_tenant:
             self.drop(message)
             self._postponed(message)
             return
@@ -264,7 +264,7 @@ class Preparation:
             self._in_slow_lane = message.number
             try:
                 self._slow.submit(message.number, message.body)
-            except Exception as error:  # noqa: BLE001  # it was not sent: it gets an answer, and the next one its turn
+            except Exception as error:  # noqa: BLE001  # not sent: answer it and continue with the next one
                 self._in_slow_lane = None
                 self.drop(message)
                 self._refused(message, error)
@@ -286,25 +286,25 @@ class Preparation:
             )
 
     def _adapter_found(self, name: str, adapter: LoRARequest | None) -> None:
-        """For all messages that wait for this name."""
+        """Continue all messages that wait for this adapter."""
         for message in list(self._held.values()):
             prepared = message.prepared
             if prepared is None or prepared.lora != name or message.number not in self._held:
                 continue
             self.drop(message)
             if adapter is None:
-                problem = f"{self._served_name} has no LoRA adapter of the name {name!r}"
+                problem = f"{self._served_name} has no LoRA adapter named {name!r}"
                 self._refused(message, RefusedError(ErrorCode.INVALID_REQUEST, problem))
             else:
                 self._ready(message, prepared, adapter)
 
 
-def _pass_over(_grammar: str, _problem: str | None) -> None:
-    """Do nothing: the quick process tries no grammar."""
+def _ignore(_grammar: str, _problem: str | None) -> None:
+    """Do nothing: the quick process compiles no grammar."""
 
 
 class PreparationError(Exception):
-    """A fault in the preparation's process, by its type and where it was raised."""
+    """An unexpected error in the preparation process, with its type and where it was raised."""
 
     def __init__(self, kind: str, raised: Any) -> None:
         self.kind = kind

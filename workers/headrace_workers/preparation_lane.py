@@ -1,6 +1,6 @@
 """`PreparationLane`: one process that prepares requests, watched by the worker's event loop.
 
-Nothing here waits: what the pipe does not take is written when it does, and what has come is read in short turns.
+Nothing here blocks. Bytes that the pipe does not take are written later, and answers are read in short turns.
 """
 
 import fcntl
@@ -21,26 +21,26 @@ from headrace_workers.preparation_process import MEMORY_BYTES, FrameReader, pack
 logger = logging.getLogger(__name__)
 
 CPU_SECONDS: Final = 10.0
-"""Of the processor, for one request; 4 MiB of text take a tokenizer some 5 s."""
+"""Processor time of one request. A tokenizer takes some 5 s for 4 MiB of text."""
 WAIT_SECONDS: Final = 60.0
-"""The processor time is the limit that counts; this one is for a process that gets none, or hangs."""
+"""Wall-clock time of one request. It ends a process that hangs or gets no processor time."""
 TURN_SECONDS: Final = 0.01
-"""For so long answers are handled before the event loop is to see to other things."""
+"""Longest time for which answers are handled in one turn of the event loop."""
 _RESTART_SECONDS: Final = 1.0
-_MOST_DEATHS: Final = 2
+_MAX_DEATHS: Final = 2
 _PIPE_BYTES: Final = 1 << 20
 
 Answer = Callable[[int, list[Any]], None]
 """Takes a request's number, and kind and values of its answer; see `preparation_process.py`."""
 Verdict = Callable[[str, str | None], None]
-"""Takes a grammar that the process has tried, and what is wrong with it."""
+"""Takes a grammar that the process has compiled, and the problem with it, or None."""
 
 
 class Lane(Protocol):
-    """Prepares requests in the order in which they come."""
+    """Prepares requests in the order of their submission."""
 
     is_failing: bool
-    """Its last process ended before it could prepare a request, or could not be started."""
+    """Its last process ended before it could prepare requests, or did not start."""
 
     def start(self) -> None: ...
 
@@ -64,14 +64,14 @@ class MakeLane(Protocol):
 
 
 class PreparationLane:
-    """Implements `Lane`. Its process is ended and started anew where a request needs too much.
+    """Implements `Lane`. Restarts its process when a request exceeds a limit.
 
-    Then that request is refused, and those behind it are sent again. A process that dies otherwise is held against the
-    request that it worked on only when that happens again. One that dies before it can prepare requests is held against
-    none: they wait until a process starts.
+    That request is refused, and the requests behind it are sent again. If the process dies of another cause, its
+    request is sent again once, and refused at the second death. If the process dies before it can prepare requests,
+    none is refused: they wait until a process starts.
 
     Args:
-        is_quick: import what chats need while the engine loads, not when it is ready.
+        is_quick: import the chat template modules while the engine loads, not when it is ready.
         on_answer: called with each answer.
         on_verdict: called with each verdict on a grammar.
         cpu_seconds: processor time that one request may take.
@@ -88,23 +88,23 @@ class PreparationLane:
         self._settings: bytes | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ready = False
-        """The process has taken its settings, and can prepare requests."""
+        """The process has read its settings and can prepare requests."""
         self.is_failing = False
         self._reader: FrameReader | None = None
         self._ended: list[subprocess.Popen[bytes]] = []
-        """Killed, and perhaps not gone yet."""
+        """Killed processes that may not have exited yet."""
         self._unsent: deque[memoryview] = deque()
         self._is_writing = False
         self._submitted: dict[int, bytes] = {}
-        """By number, the first of which is worked on."""
+        """Packed requests by number. The process works on the first one."""
         self._since = time.monotonic()
-        """When that was begun."""
+        """When the process began the first request."""
         self._deaths = 0
-        """Of processes that worked on it."""
+        """Deaths of processes that worked on the first request."""
         self._start_at = 0.0
 
     def start(self) -> None:
-        """Start the process, which imports what it needs while it has no settings yet."""
+        """Start the process. It imports its modules before it gets its settings."""
         process = subprocess.Popen(
             [sys.executable, "-m", "headrace_workers.preparation_process", *self._arguments],
             stdin=subprocess.PIPE,
@@ -115,7 +115,7 @@ class PreparationLane:
         assert process.stdin is not None and process.stdout is not None
         for pipe in (process.stdin, process.stdout):
             os.set_blocking(pipe.fileno(), False)
-            with suppress(OSError):  # the user has too many large pipes; small ones do
+            with suppress(OSError):  # the user has too many large pipes; small ones are enough
                 fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         fd = process.stdout.fileno()
         self._process, self._reader = process, FrameReader(lambda size: os.read(fd, size))
@@ -128,7 +128,7 @@ class PreparationLane:
         self._watch()
 
     def attach(self, hub: Any) -> None:
-        """Read and write in this event loop; again after each reconnect, which empties the loop."""
+        """Read and write in this event loop; called again after each reconnect, which clears the loop."""
         self._hub = hub
         self._watch()
 
@@ -146,7 +146,7 @@ class PreparationLane:
         self._send(packed([0, grammar, problem]))
 
     def check(self) -> None:
-        """To be called about once a second."""
+        """Restart a process that died or hangs. Call it about once a second."""
         self._ended = [process for process in self._ended if process.poll() is None]
         if self._process is None:
             if time.monotonic() >= self._start_at:
@@ -157,7 +157,7 @@ class PreparationLane:
                 self._refuse_first(f"its preparation has not ended after {WAIT_SECONDS:g} s")
             else:
                 self.is_failing = True
-                logger.error("the preparation's process was not ready after %g s", WAIT_SECONDS)
+                logger.error("the preparation process was not ready after %g s", WAIT_SECONDS)
             self._start_again()
 
     def close(self) -> None:
@@ -168,13 +168,13 @@ class PreparationLane:
                 process.wait(1.0)
 
     def _send(self, data: bytes) -> None:
-        if self._process is not None:  # else it is sent when there is one
+        if self._process is not None:  # else `start` sends it
             self._unsent.append(memoryview(data))
             if not self._is_writing:
                 self._write()
 
     def _write(self) -> None:
-        """As much as the pipe takes now."""
+        """Write as much as the pipe takes now."""
         assert self._process is not None and self._process.stdin is not None
         fd = self._process.stdin.fileno()
         try:
@@ -186,7 +186,7 @@ class PreparationLane:
                     self._unsent[0] = self._unsent[0][written:]
         except BlockingIOError:
             pass
-        except BrokenPipeError:  # its end is noticed where its answers are read
+        except BrokenPipeError:  # `_on_readable` notices that the process has ended
             self._unsent.clear()
         self._watch_writing(fd)
 
@@ -217,7 +217,7 @@ class PreparationLane:
         except EOFError:
             self._on_death()
         except Exception as error:  # noqa: BLE001  # the event loop would end
-            logger.error("an answer of the preparation could not be handled: %s", frames(error))
+            logger.error("an answer of the preparation process could not be handled: %s", frames(error))
 
     def _take(self, number: int, *values: Any) -> None:
         if number == 0 and values:
@@ -238,13 +238,13 @@ class PreparationLane:
         if not self._submitted or not self._is_ready:
             self.is_failing = not self._is_ready
             when = "" if self._is_ready else " before it could prepare requests"
-            logger.error("the preparation's process ended with status %s%s", process.returncode, when)
+            logger.error("the preparation process ended with status %s%s", process.returncode, when)
             self._start_at = time.monotonic() + _RESTART_SECONDS
             return
         self._deaths += 1
         if process.returncode == -signal.SIGPROF:
             self._refuse_first(f"its preparation takes more than {self._cpu_seconds:g} s of processor time")
-        elif self._deaths >= _MOST_DEATHS:
+        elif self._deaths >= _MAX_DEATHS:
             self._refuse_first(
                 f"its preparation ended the process twice, with status {process.returncode};"
                 f" it may use {MEMORY_BYTES >> 20} MiB of memory"
@@ -254,13 +254,13 @@ class PreparationLane:
     def _start_again(self) -> None:
         try:
             self.start()
-        except OSError as error:  # no memory or no descriptor for a process, just now
+        except OSError as error:  # no memory or no file descriptor for a process at present
             self.is_failing = True
-            logger.error("the preparation's process could not be started: %s", error)
+            logger.error("the preparation process could not be started: %s", error)
             self._start_at = time.monotonic() + _RESTART_SECONDS
 
     def _refuse_first(self, problem: str) -> None:
-        """Answer for the request that the process worked on."""
+        """Refuse the request that the process worked on."""
         number = next(iter(self._submitted))
         del self._submitted[number]
         self._deaths = 0

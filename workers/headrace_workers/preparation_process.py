@@ -1,15 +1,15 @@
-"""The process in which requests are prepared: bodies decoded, chats rendered, prompts tokenised, grammars tried.
+"""The process that prepares requests: it decodes bodies, renders chats, tokenises prompts and compiles grammars.
 
-Any of these can take seconds, for reasons that no check beforehand would find. Here that delays no lease, no stream and
-no probe. `preparation_lane.py` is the parent's side. Frames of msgpack, each behind its length, go to and fro:
+Any of these can take seconds, which no check can predict. In this process it delays no lease renewal, no stream and no
+probe. `preparation_lane.py` is the parent's side. Both write msgpack frames with a length prefix:
 
     parent -> child   {settings}, once; [number, request id, content type, body];
-                      [0, grammar, problem or nil]: what another process found out;
+                      [0, grammar, problem or nil]: the verdict of another process;
                       [number below 0, kind, body]: a call of the tokenizer
     child -> parent   [0], once, when it can prepare requests; [number, kind, values ...]; [0, grammar, problem or nil]
 
-A quick process spends a moment on a request, and answers `slow` where that is not enough. The other one ends where a
-request needs more processor time than it may have; the parent reads the reason from its exit status.
+A quick process spends a fraction of a second on a request, and answers `slow` if that is not enough. The other process
+dies if a request exceeds its processor time; the parent reads the reason from its exit status.
 """
 
 import ctypes
@@ -45,7 +45,7 @@ from headrace_workers.tokenizer_answers import TokenizerAnswers
 
 MEMORY_BYTES: Final = 1 << 30
 QUICK_BODY_BYTES: Final = 32 << 10
-"""A tokenizer takes some 10 ms for so much."""
+"""A tokenizer takes some 10 ms for a prompt of this size."""
 _QUICK_CPU_SECONDS: Final = 0.1
 _MAX_VERDICTS: Final = 4096
 _LENGTH: Final = struct.Struct("<Q")
@@ -53,21 +53,21 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 class NotQuickError(BaseException):
-    """The request needs more than a moment. Not an `Exception`, which a chat template's error handling would take."""
+    """The request needs the slow process. Not an `Exception`, which a chat template's error handling would catch."""
 
 
 class Preparer:
-    """Makes answers of requests.
+    """Answers requests and calls of the tokenizer.
 
     Args:
         tokenizer: the one of `processor`.
-        is_quick: answer `slow` where a request needs more than a moment.
-        cpu_seconds: processor time of one request; one that needs more ends the process.
+        is_quick: answer `slow` if a request needs more than `_QUICK_CPU_SECONDS`.
+        cpu_seconds: processor time of one request; a request that exceeds it ends the process.
     """
 
     def __init__(
         self,
-        processor: "GrammarMemory",
+        processor: "GrammarCachingProcessor",
         tokenizer: ModelTokenizer,
         served_names: Sequence[str],
         *,
@@ -81,7 +81,7 @@ class Preparer:
         self._is_quick = is_quick
 
     def answer(self, request_id: str, content_type: str, body: bytes | str) -> list[Any]:
-        """Kind and values of the answer to one request."""
+        """Prepare one request. Returns kind and values of the answer."""
         try:
             with self._in_time():
                 prepared = self._intake.process(request_id, loads(body, content_type))
@@ -91,12 +91,12 @@ class Preparer:
             return ["slow"]
         except RefusedError as refusal:
             return ["refused", refusal.error.code, refusal.error.message]
-        except Exception as error:  # noqa: BLE001  # whatever it is, the request gets an answer
+        except Exception as error:  # noqa: BLE001  # the request gets an answer in any case
             return ["failed", type(error).__name__, frames_of(error)]
         return ["prepared", {field.name: getattr(prepared, field.name) for field in fields(prepared)}]
 
     def answer_call(self, kind: str, body: bytes) -> list[Any]:
-        """Kind and value of the answer to a call of the tokenizer."""
+        """Answer a call of the tokenizer. Returns kind and value of the answer."""
         try:
             with self._in_time():
                 return ["answered", self._tokenizer_answers.answer(kind, body)]
@@ -107,16 +107,16 @@ class Preparer:
         return _within(self._cpu_seconds, _QUICK_CPU_SECONDS if self._is_quick else None)
 
     def learn(self, grammar: str, problem: str | None) -> None:
-        """What another process found out about a grammar."""
+        """Remember another process's verdict on a grammar."""
         self._processor.remember(grammar, problem)
 
 
-class GrammarMemory(InputProcessor):
-    """A door that is told the verdicts on grammars, or tells them.
+class GrammarCachingProcessor(InputProcessor):
+    """Checks requests with a cache of verdicts on grammars.
 
     Args:
-        is_quick: try no grammar, and raise `NotQuickError` where the verdict is not known.
-        tell: called with each grammar that was tried here and what is wrong with it.
+        is_quick: compile no grammar, and raise `NotQuickError` if the verdict is not known.
+        tell: called with each grammar that was compiled here, and the problem with it, or None.
     """
 
     def __init__(self, *args: Any, is_quick: bool, tell: Callable[[str, str | None], None], **options: Any) -> None:
@@ -154,12 +154,12 @@ class GrammarMemory(InputProcessor):
 
 
 def make_preparer(settings: dict[str, Any], tell: Callable[[str, str | None], None]) -> Preparer:
-    """From what `preparation.settings_of` says."""
+    """Make a preparer from the settings that `Preparation.configure` sends."""
     parts = TokenizerParts(**settings["tokenizer"])
     tokenizer = create_tokenizer(settings["model"], parts, trust_remote_code=settings["trust_remote_code"])
     model_info = ModelInfo(**settings["model_info"])
     tokenizer.refuse_longer_than(model_info.max_model_len)
-    processor = GrammarMemory(
+    processor = GrammarCachingProcessor(
         model_info,
         tokenizer,
         logits_processors=load_logits_processors(settings["logits_processors"]),
@@ -178,15 +178,15 @@ def make_preparer(settings: dict[str, Any], tell: Callable[[str, str | None], No
 
 
 def packed(frame: Any) -> bytes:
-    """A frame as it travels."""
+    """Pack a frame with its length prefix."""
     data: bytes = msgpack.packb(frame)
     return _LENGTH.pack(len(data)) + data
 
 
 class FrameReader:
-    """Takes frames from what `read` gives, byte by byte if need be, and never more than one frame at a time.
+    """Assembles frames from the bytes that `read` returns, which may be fewer than asked for.
 
-    What is not read yet stays in the pipe, so that an event loop is told that there is more.
+    It reads no byte beyond the current frame. So the rest stays in the pipe, and the event loop sees it as readable.
     """
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
@@ -195,7 +195,7 @@ class FrameReader:
         self._length: int | None = None
 
     def next(self) -> Any:
-        """One frame; None where `read` had to give up before its end. Raises EOFError, BlockingIOError."""
+        """Read one frame. Raises EOFError at the end, and passes BlockingIOError through; the next call continues."""
         while True:
             missing = (_LENGTH.size if self._length is None else self._length) - len(self._data)
             if missing > 0:
@@ -215,7 +215,7 @@ class FrameReader:
 @contextmanager
 def _within(seconds: float, quick_seconds: float | None) -> Iterator[None]:
     """Limit the processor time of one request. Raises NotQuickError after `quick_seconds`."""
-    global _is_timed  # a signal's handler is told nothing else
+    global _is_timed  # a signal handler takes no arguments of ours
     signal.setitimer(signal.ITIMER_PROF, seconds)  # not caught: ends the process
     if quick_seconds is not None:
         _is_timed = True
@@ -223,7 +223,7 @@ def _within(seconds: float, quick_seconds: float | None) -> Iterator[None]:
     try:
         yield
     finally:
-        _is_timed = False  # first, as the signal may be on its way
+        _is_timed = False  # first, as the signal may be pending
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -239,7 +239,7 @@ def _not_quick(_signal: int, _frame: FrameType | None) -> None:
 def _limit_memory() -> None:
     with open("/proc/self/statm") as sizes:  # noqa: PTH123
         in_use = int(sizes.read().split()[0]) * resource.getpagesize()
-    # The soft limit alone: the process that tries grammars sets its own.
+    # Only the soft limit: the process that compiles grammars sets its own.
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -250,10 +250,10 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
         answers.flush()
 
     if sys.argv[1:] == ["quick"]:
-        import_chat_templates()  # while the engine loads, so that no small chat has to wait for it
+        import_chat_templates()  # while the engine loads, so that no small chat waits for it
     reader = FrameReader(requests.read)
     preparer = make_preparer(reader.next(), lambda grammar, problem: send([0, grammar, problem]))
-    import_chat_templates()  # else now, when the engine is ready: the processors are not wanted elsewhere any more
+    import_chat_templates()  # else now: the engine is ready and no longer needs the CPU cores for loading
     _limit_memory()
     send([0])
     while True:
@@ -268,18 +268,18 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
 
 def _main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the parent alone decides when this process ends
+        signal.signal(number, signal.SIG_IGN)  # only the parent decides when this process ends
     signal.signal(signal.SIGVTALRM, _not_quick)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull, "r+b") as nothing:  # noqa: PTH123  # what a library prints is no frame
+    with open(os.devnull, "r+b") as nothing:  # noqa: PTH123  # output of a library must not mix with frames
         os.dup2(nothing.fileno(), 0)
         os.dup2(2, 1)
     try:
         _serve(requests, answers)
     except (EOFError, BrokenPipeError):
-        return  # the parent is gone, or wants no more
+        return  # the parent has died, or closed the pipes
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`Publisher`: the chunks of a step into Redis, in one call, and again until Redis has them."""
+"""`Publisher`: writes the chunks of a step to Redis in one call, and retries until Redis has them."""
 
 import logging
 import math
@@ -13,17 +13,17 @@ from headrace_monitoring.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 REPLAY_SECONDS = 10.0
-"""How long what was written is kept. A replica lags behind its master by much less, and a server that writes its file
-every second loses two at most."""
+"""How long written entries are kept for a replay. A replica lags behind its master by much less, and a server that
+writes its append-only file every second loses at most two seconds."""
 
 
 class Publisher:
-    """Holds what is not written yet, and what was written just now.
+    """Holds entries that are not written yet, and those of the last `REPLAY_SECONDS`.
 
-    While Redis is away the writes of later steps queue up behind; sending an entry twice is harmless, because its ID
-    says what it is. Memory is bounded by the tokens of the requests in flight.
+    While Redis is away, the entries of later steps queue up. Writing an entry twice is harmless, because Redis refuses
+    its ID the second time. Memory is bounded by the tokens of the requests in flight.
 
-    A server may lose what it accepted: when a replica takes over from its master, or a machine crashes between two
+    A server may lose accepted entries: when a replica takes over from its master, or a machine crashes between two
     writes to its disk. Then the latest entries are written again, so that the stream has no gap.
     """
 
@@ -33,15 +33,15 @@ class Publisher:
         self._clock = clock
         self._pending: list[StreamWrite] = []
         self._written: deque[tuple[float, bytes]] = deque()
-        """Packed: as objects they would be a hundred thousand for the garbage collector to walk."""
+        """Packed, because the garbage collector would have to walk a hundred thousand objects."""
         self._dropped: dict[Attempt, float] = {}
-        """When. A server that lost the claim, too, gives the number of a dropped attempt out again."""
+        """Time of each drop. A server that also lost the claim may reuse the number of a dropped attempt."""
         self._refused = False
         self._failed_at: float | None = None
 
     @property
     def is_refused(self) -> bool:
-        """Redis has not taken the last write."""
+        """Whether the last write to Redis failed."""
         return self._refused
 
     def __len__(self) -> int:
@@ -51,15 +51,15 @@ class Publisher:
         self._pending += writes
 
     def drop(self, attempt: Attempt) -> None:
-        """Forget what is not written yet of an attempt that is no longer ours, and write nothing of it again."""
+        """Forget the entries of an attempt that this worker no longer runs, and never write them again."""
         self._pending = [write for write in self._pending if write.key != attempt]
-        self._dropped.pop(attempt, None)  # they are in the order of their times
+        self._dropped.pop(attempt, None)  # keeps the dict in the order of time
         self._dropped[attempt] = self._clock()
 
     def flush(self, *, retry: bool = False) -> dict[Attempt, WriteOutcome] | None:
-        """Write everything. Returns the attempts of which the stream refused an entry; None when Redis did not take it.
+        """Write all pending entries. Returns the attempts whose stream refused an entry, or None if the write failed.
 
-        After a failure only a `retry` tries again: not every step, as what waits grows with each.
+        After a failure only a call with `retry` tries again. A try at every step would send ever more entries.
         """
         if self._refused and not retry:
             return None
@@ -87,13 +87,13 @@ class Publisher:
         refused = self._writer.publish(self._pending, packed)
         behind = {key for key, outcome in refused.items() if outcome is WriteOutcome.ROLLED_BACK}
         if behind:
-            logger.warning("Redis lost the latest entries of %d stream(s), which are written again", len(behind))
+            logger.warning("Redis lost the latest entries of %d stream(s), writing them again", len(behind))
             again = [write for write in self._kept({request_id for request_id, _ in behind}) if write.key in behind]
             again += [write for write in self._pending if write.key in behind]
             refused = {key: outcome for key, outcome in refused.items() if key not in behind}
             refused |= self._writer.publish(again)
         if self._failed_at is not None and self._clock() - self._failed_at < REPLAY_SECONDS:
-            # a stream that vanished with its server was not deleted
+            # a stream lost with its server was not deleted by a client
             vanished = {key for key, outcome in refused.items() if outcome is WriteOutcome.GONE}
             refused |= dict.fromkeys(vanished, WriteOutcome.ROLLED_BACK)
         return refused

@@ -1,4 +1,4 @@
-"""The remote control commands that a worker has beside Celery's own, which are in `celery_commands.py`.
+"""The remote control commands that a worker adds to Celery's own, which are in `celery_commands.py`.
 
 `celery -A headrace_workers.app inspect engine_stats` sends one, `headrace control stats` the same. Importing this
 module registers them.
@@ -16,13 +16,13 @@ from headrace_workers.celery_commands import engine_step
 
 @inspect_command()
 def engine_stats(state: Any) -> dict[str, Any]:
-    """What the worker and its engine are doing: counts and states, nothing of what a request says."""
+    """Show counts and states of the worker and its engine, without contents of requests."""
     return engine_step(state).stats()
 
 
 @control_command()
 def pause(state: Any) -> dict[str, str]:
-    """Take no more requests; those that run go on."""
+    """Take no more requests; running requests continue."""
     engine_step(state).dispatcher.pause()
     return {"ok": "paused"}
 
@@ -32,13 +32,13 @@ def resume(state: Any) -> dict[str, str]:
     """Take requests again, from every queue of the worker."""
     step = engine_step(state)
     if not all(step.consume(state.consumer, queue) for queue in step.queues) or not step.dispatcher.resume():
-        return {"error": "the worker drains, and will end"}
+        return {"error": "the worker is draining and will stop"}
     return {"ok": "resumed"}
 
 
 @control_command(args=[("grace_seconds", float)], signature="[grace_seconds]")
 def drain(state: Any, grace_seconds: Any = None) -> dict[str, str]:
-    """Take no more requests and end when those that run have ended; after the grace, hand them back."""
+    """Take no more requests and stop when all have ended; after the grace period, hand the rest back."""
     if grace_seconds is not None and not _is_time(grace_seconds):
         return {"error": "grace_seconds must be a number of seconds, 0 or more"}
     engine_step(state).drain_and_end(grace_seconds)

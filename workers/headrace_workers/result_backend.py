@@ -13,15 +13,15 @@ from headrace_broker.content import answer_type, dumps_result, loads_stored
 from headrace_broker.errors import MalformedMessageError
 
 CONTENT_TYPE: Final = "headrace_content_type"
-"""Where Celery's map of a request says what its result is to be stored in."""
+"""Key in Celery's map of a request for the content type of its result."""
 
-ASKED_IN: Final[ContextVar[str | None]] = ContextVar("headrace_asked_in", default=None)
+COMMAND_CONTENT_TYPE: Final[ContextVar[str | None]] = ContextVar("headrace_command_content_type", default=None)
 """The content type of the remote control message that is being answered."""
-_STORED_IN: Final[ContextVar[str | None]] = ContextVar("headrace_stored_in", default=None)
+_RESULT_CONTENT_TYPE: Final[ContextVar[str | None]] = ContextVar("headrace_result_content_type", default=None)
 
 
-class ResultsByContent:
-    """What the backends of this module have in common; goes before Celery's class."""
+class ContentTypeMixin:
+    """Stores results in a content type. A base class of this module's backends, before Celery's class."""
 
     def store_result(
         self,
@@ -34,18 +34,18 @@ class ResultsByContent:
         content_type: str | None = None,
         **options: Any,
     ) -> Any:
-        """Store as Celery does, in `content_type` where that is given, otherwise in the request's own."""
-        token = _STORED_IN.set(content_type or _content_type_of(task_id, request))
+        """Store a result as Celery does, in `content_type` if it is given, otherwise in the request's own."""
+        token = _RESULT_CONTENT_TYPE.set(content_type or _content_type_of(task_id, request))
         try:
             return super().store_result(task_id, result, state, traceback, request, **options)  # type: ignore[misc]
         finally:
-            _STORED_IN.reset(token)
+            _RESULT_CONTENT_TYPE.reset(token)
 
     def encode(self, data: Any) -> bytes:
-        return dumps_result(data, answer_type(_STORED_IN.get()))
+        return dumps_result(data, answer_type(_RESULT_CONTENT_TYPE.get()))
 
     def _get_task_meta_for(self, task_id: str) -> dict[str, Any]:
-        """Say whether there is a result. Nothing else of it is wanted here, and a stranger may have written it."""
+        """Get the status of a result only. Any client may have written the rest, and the worker does not need it."""
         stored = self.get(self.get_key_for_task(task_id))  # type: ignore[attr-defined]
         try:
             meta = loads_stored(stored) if stored else None
@@ -55,12 +55,12 @@ class ResultsByContent:
         return {"status": status if isinstance(status, str) else PENDING, "result": None}
 
 
-class RedisBackend(ResultsByContent, celery_redis.RedisBackend):
-    """For a server with a URL of its own."""
+class RedisBackend(ContentTypeMixin, celery_redis.RedisBackend):
+    """Stores results in a server with a URL of its own."""
 
 
-class SentinelBackend(ResultsByContent, celery_redis.SentinelBackend):
-    """For a server behind Sentinels."""
+class SentinelBackend(ContentTypeMixin, celery_redis.SentinelBackend):
+    """Stores results in a server behind Sentinels."""
 
 
 BACKENDS: Final[Mapping[str, str]] = MappingProxyType(
@@ -70,12 +70,12 @@ BACKENDS: Final[Mapping[str, str]] = MappingProxyType(
         "sentinel": f"{__name__}:SentinelBackend",
     }
 )
-"""Which class Celery takes for the scheme of a URL."""
+"""The backend class for each URL scheme."""
 
 
 def _content_type_of(task_id: str, request: Any) -> str | None:
-    """Of the request that is given or that this worker holds, or else of the command that made Celery store this."""
+    """Get the content type of the given request, of the held request, or of the remote control command."""
     known = getattr(request, CONTENT_TYPE, None)
     if known is None and (held := worker_state.requests.get(task_id)) is not None:
         known = held.content_type
-    return known or ASKED_IN.get()
+    return known or COMMAND_CONTENT_TYPE.get()

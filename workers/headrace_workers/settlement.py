@@ -1,8 +1,8 @@
-"""`Settlement`: how a request ends. Its stream has an end, then its result is stored, then its message acknowledged.
+"""`Settlement`: ends a request. First its stream gets an end, then its result is stored, then its message acknowledged.
 
-In that order, so that whoever sees a result finds a whole stream, and a worker that dies in between leaves a message
-whose next delivery is answered from its stream. Everything here is called on the thread of Celery's event loop; only
-the end-of-task work of a request goes to the finisher's thread.
+Because of this order, a client that sees a result finds a complete stream. If a worker dies in between, the next
+delivery of the message is answered from its stream. All methods are called on the thread of Celery's event loop. Only
+the end-of-task work of a request runs on the finisher's thread.
 """
 
 import time
@@ -39,11 +39,11 @@ _GONE = ErrorInfo(ErrorCode.EXPIRED, "the stream has expired or was deleted")
 
 
 class Settlement:
-    """Finishes requests. It writes the end of those that do not run here; `in_flight.py` writes that of the others.
+    """Finishes requests. It writes the stream's end of requests that never ran here; `in_flight.py` that of the others.
 
     Args:
-        store_result: stores a request's result, in the content type that comes last, where no Celery request is at
-            hand; called on the finisher's thread.
+        store_result: stores a result that has no Celery request. Takes request id, result and content type; called on
+            the finisher's thread.
     """
 
     def __init__(
@@ -60,23 +60,23 @@ class Settlement:
         self._finisher = Finisher()
         self._hub: Any = None
         self.redis_refuses = False
-        """Redis failed a request's stream; nothing more is to be taken until the next heartbeat."""
+        """Redis failed on a request's stream; take no messages until the next heartbeat."""
 
     def attach(self, hub: Any) -> None:
-        """The event loop; again after each reconnect."""
+        """Run in this event loop; called again after each reconnect."""
         self._hub = hub
 
     def call_soon(self, callback: Callable[[], object]) -> None:
-        """On the event loop's thread, from any other."""
+        """Call it on the event loop's thread; may be called from any thread."""
         self._hub.call_soon(callback)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing to store, nothing to acknowledge."""
+        """Whether nothing is left to store or to acknowledge."""
         return not self._finisher.busy
 
     def heartbeat(self) -> None:
-        """Once a second: Redis may refuse no more."""
+        """Once a second: let the worker try Redis again."""
         self.redis_refuses = False
 
     def stop(self) -> None:
@@ -85,15 +85,15 @@ class Settlement:
     # -- requests that ran here ------------------------------------------------------------------------------------
 
     def finish(self, job: Job, outcome: Outcome, result: GenerateResult) -> None:
-        """The end of the job's stream is written: store the result, announce it and acknowledge."""
+        """Store the result of a job whose stream has its end, announce it and acknowledge the message."""
         self._finish_job(job, outcome, partial(job.celery_request.finish, result.to_wire()))
 
     def finish_revoked(self, job: Job) -> None:
-        """As `finish`, for a job that Celery has revoked: its result is Celery's own."""
+        """As `finish`, for a job that Celery has revoked. Celery stores its own result."""
         self._finish_job(job, "cancelled", job.celery_request.announce_terminated)
 
     def finish_refused(self, job: Job, *, is_gone: bool) -> None:
-        """As `finish`, for a job whose stream a client has ended, or that is gone."""
+        """As `finish`, for a job whose stream a client has ended, or whose stream is gone."""
         if is_gone:
             self._stream_is_gone(job)
             self.finish(job, "expired", job.result(_GONE))
@@ -101,18 +101,18 @@ class Settlement:
             self.finish(job, "cancelled", job.result(CANCELLED))
 
     def _stream_is_gone(self, job: Job) -> None:
-        """Somebody deleted the stream, or the server lost it: a subscriber that comes later must not wait for it."""
-        logger.warning("stream was deleted under a running request", **job.log_fields)
+        """Mark a stream that was deleted or lost, so that a later subscriber does not wait for it."""
+        logger.warning("stream deleted under a running request", **job.log_fields)
         self._metrics.stream_gone()
         try:
             self._writer.mark_gone(job.request_id)
         except REDIS_ERRORS as failure:
-            logger.warning("stream's end could not be marked", **job.log_fields, error=type(failure).__name__)
+            logger.warning("stream not marked as gone", **job.log_fields, error=type(failure).__name__)
 
     # -- requests that never ran here -----------------------------------------------------------------------------
 
     def finish_ended(self, celery_request: CeleryRequest, claim: Claim, ended: EndEvent) -> None:
-        """The stream says that the request is over; only the result or the acknowledgement is missing."""
+        """Finish a request whose stream has ended, but whose result or acknowledgement is missing."""
         logger.info(
             "request had ended already",
             request_id=celery_request.id,
@@ -126,7 +126,7 @@ class Settlement:
         self._finish(celery_request, partial(celery_request.finish, result.to_wire()))
 
     def refuse(self, incoming: Incoming, error: ErrorInfo, celery_request: CeleryRequest) -> None:
-        """Answer a request that cannot be served: an end in its stream, an error in its result."""
+        """Answer a request that cannot be served with an error in its stream and in its result."""
         logger.info("request refused", request_id=incoming.request_id, code=error.code)
         if not self._end_stream_of(celery_request, "rejected", error):
             return
@@ -134,15 +134,15 @@ class Settlement:
         result = GenerateResult(incoming.request_id, [], None, error).to_wire()
         self._finish(celery_request, partial(celery_request.finish, result))
 
-    def set_aside(self, request_id: str, celery_request: CeleryRequest) -> None:
-        """The request id is another message's: this one becomes a dead letter, and changes nothing of the other's."""
-        logger.warning("request id is another message's", request_id=request_id)
-        celery_request.set_aside()
+    def reject_duplicate(self, request_id: str, celery_request: CeleryRequest) -> None:
+        """Dead-letter a message whose request id belongs to another message. The other one is not affected."""
+        logger.warning("request id belongs to another message", request_id=request_id)
+        celery_request.reject_duplicate()
 
-    def give_back(self, celery_request: CeleryRequest, error: Exception) -> None:
-        """Redis refused a request's stream. Where it takes other writes, that counts against the request."""
+    def return_to_queue(self, celery_request: CeleryRequest, error: Exception) -> None:
+        """Return a request whose stream Redis refused. The delivery counts if Redis takes other writes."""
         is_own = isinstance(error, redis.ResponseError) and self._writer.takes_writes()
-        logger.warning("request goes back to the queue", request_id=celery_request.id, error=str(error))
+        logger.warning("request returned to the queue", request_id=celery_request.id, error=str(error))
         self._metrics.message_returned("stream_refused" if is_own else "redis")
         celery_request.hand_back(strike=is_own)
         self.redis_refuses = self.redis_refuses or not is_own
@@ -150,19 +150,19 @@ class Settlement:
     def refuse_malformed(
         self, request_id: str, content: str, why: str = MALFORMED, content_type: object = None
     ) -> None:
-        """Answer a message that Celery could not even read; the consumer rejects the message itself."""
+        """Answer a message that Celery could not read. The consumer rejects the message."""
         self._metrics.request_refused("rejected")
         error = ErrorInfo(ErrorCode.INVALID_REQUEST, why)
         self._end_stream(request_id, "rejected", error, content, answer_type(content_type))
 
     def dead_letter(self, letter: DeadLetter) -> None:
-        """A message will not be delivered again: tell whoever waits for its stream or its result."""
+        """Answer a message that became a dead letter, for clients that wait for its stream or result."""
         self._metrics.dead_lettered(letter.reason)
         if letter.answered_id is not None:
             self._end_stream(letter.answered_id, "error", letter.error, letter.content, letter.content_type)
 
     def revoked_in_queue(self, celery_request: CeleryRequest, reason: str, announce: Callable[[], None]) -> None:
-        """Celery dropped a request before it began: it was revoked, or its deadline had passed."""
+        """Finish a request that Celery dropped before it began: it was revoked, or its deadline had passed."""
         outcome: Outcome = "expired" if reason == "expired" else "cancelled"
         if not self._end_stream_of(celery_request, outcome, EXPIRED if outcome == "expired" else CANCELLED):
             return
@@ -170,10 +170,10 @@ class Settlement:
         self._finish(celery_request, announce)
 
     def _end_stream_of(self, celery_request: CeleryRequest, finish_reason: str, error: ErrorInfo) -> bool:
-        """End the stream of a request that this worker does not run; its tenant pays for the tokens that it has.
+        """End the stream of a request that this worker does not run, and charge its tenant for the tokens it has.
 
-        False where the end is not to be answered with `error`, and its message is settled here: the stream had ended,
-        is another message's, or Redis refuses.
+        Returns False if the caller must not answer: the stream had ended, belongs to another message, or Redis
+        refuses it. The message is settled here then.
         """
         request_id = celery_request.id
         try:
@@ -182,10 +182,10 @@ class Settlement:
         except MalformedEntryError:
             entries = []
         except REDIS_ERRORS as failure:
-            self.give_back(celery_request, failure)
+            self.return_to_queue(celery_request, failure)
             return False
         if ending is Ending.ANOTHERS:
-            self.set_aside(request_id, celery_request)
+            self.reject_duplicate(request_id, celery_request)
         elif ending is Ending.HAD_ENDED:
             self._finish_recorded(celery_request, entries)
         else:
@@ -193,9 +193,9 @@ class Settlement:
         return ending is Ending.WRITTEN
 
     def _finish_recorded(self, celery_request: CeleryRequest, entries: Sequence[StreamEvent]) -> None:
-        """The stream of a request that is not to run had ended: its result is what the stream says."""
+        """Finish a request that does not run, because its stream had ended, with the result from its stream."""
         ended = entries[-1] if entries else None
-        if not isinstance(ended, EndEvent):  # it has expired in this moment
+        if not isinstance(ended, EndEvent):  # it has expired just now
             self._metrics.message_returned("stream_refused")
             celery_request.hand_back(strike=True)
             return
@@ -214,8 +214,8 @@ class Settlement:
         """End the stream of a message that Celery does not know, and store its result, unless it had ended."""
         try:
             ending = self._writer.end_unclaimed(request_id, finish_reason, error, content)
-        except (*REDIS_ERRORS, UnicodeError) as failure:  # an id of a malformed message may be no text at all
-            logger.warning("stream could not be ended", error=type(failure).__name__)
+        except (*REDIS_ERRORS, UnicodeError) as failure:  # the id of a malformed message may be invalid Unicode
+            logger.warning("stream not ended", error=type(failure).__name__)
             return
         if ending is Ending.WRITTEN:
             self._store_error(request_id, error, content_type)
@@ -229,15 +229,15 @@ class Settlement:
         )
 
     def _finish(self, celery_request: CeleryRequest, finish: Callable[[], None], **about: Any) -> None:
-        """Store, announce and acknowledge; a message whose result cannot be stored is delivered again."""
+        """Store, announce and acknowledge. A message whose result cannot be stored is delivered again."""
 
-        def let_go() -> None:
+        def stop_renewing() -> None:
             self._metrics.message_returned("result_not_stored")
             celery_request.let_go()
 
         self._finisher.submit(
             finish,
-            on_failure=partial(self._hub.call_soon, let_go),
+            on_failure=partial(self._hub.call_soon, stop_renewing),
             request_id=celery_request.id,
             **about,
         )

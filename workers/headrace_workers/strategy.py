@@ -1,7 +1,12 @@
-"""How a message of `headrace.generate` gets from Celery's consumer into the engine.
+"""Passes messages of `headrace.generate` from Celery's consumer to the dispatcher.
 
+<<<<<<< HEAD
 Celery's own strategy does everything else (revoked, expired, events); it is only handed a pool that is the engine.
 No slot of Celery's real pool is taken, so one worker process holds as many requests as the engine has room for.
+=======
+Celery's own strategy does the rest (revoked, expired, ETA, events), with a pool that passes requests to the engine.
+It takes no slot of Celery's real pool, so one worker process holds as many requests as the engine has room for.
+>>>>>>> 7bff574d44ed9899c667adfae9efe13f4ae91898
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +31,7 @@ _NO_BODY: Final[tuple[list[Any], dict[str, Any], dict[str, Any]]] = ([], {}, {})
 
 
 class EnginePool:
-    """The one method of Celery's pools that a request calls."""
+    """Stands for Celery's pool: the only method of it that a request calls."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -35,8 +40,26 @@ class EnginePool:
         self._dispatcher.accept(callback.__self__)  # the bound EngineRequest.on_success
 
 
+<<<<<<< HEAD
 class ConsumerProxy:
     """Celery's consumer with another pool."""
+=======
+class NoDelayTimer:
+    """Wraps Celery's timer and ignores the ETA.
+
+    Celery would hold any number of delayed messages until their ETA. The dispatcher returns them to Redis instead.
+    """
+
+    def __init__(self, timer: Any) -> None:
+        self._timer = timer
+
+    def call_at(self, _eta: float, callback: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Any:
+        return self._timer.call_after(0, callback, args, **options)
+
+
+class ConsumerProxy:
+    """Wraps Celery's consumer with another pool and timer."""
+>>>>>>> 7bff574d44ed9899c667adfae9efe13f4ae91898
 
     def __init__(self, consumer: Any, pool: EnginePool) -> None:
         self._consumer = consumer
@@ -47,7 +70,7 @@ class ConsumerProxy:
 
 
 def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[..., Any]:
-    """The `Strategy` of `GenerateTask`; `consumer.controller.headrace` is the worker's own step."""
+    """Make the handler of `GenerateTask`'s messages; `consumer.controller.headrace` is the worker's own step."""
     dispatcher: Dispatcher = consumer.controller.headrace.dispatcher
     task.Request = type("BoundEngineRequest", (EngineRequest,), {"dispatcher": dispatcher})
     handler = default_strategy(task, app, ConsumerProxy(consumer, EnginePool(dispatcher)), **options)
@@ -58,12 +81,12 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
         try:
             with structlog.contextvars.bound_contextvars(**_about(message)), _registration(message):
                 _leave_undecoded(message)
-                message.headers.pop("shadow", None)  # a name of the sender's own, which Celery would log and announce
+                message.headers.pop("shadow", None)  # a task name from the sender, which Celery would log and announce
                 return handler(message, body, ack, reject, callbacks, **rest)
         except (*REDIS_ERRORS, OperationalError):
             raise  # the message is fine: the transport puts it back
-        except Exception as error:  # noqa: BLE001  # whatever a stranger put into the queue
-            # what the error of another says may quote the message
+        except Exception as error:  # noqa: BLE001  # any client may push any bytes to the queue
+            # The text of any other error may quote the message.
             why = f"the message is malformed: {error}" if isinstance(error, MalformedMessageError) else MALFORMED
             request_id = _id_of(message)
             if request_id is not None:
@@ -96,7 +119,7 @@ def _registration(message: Any) -> Iterator[None]:
 
 
 def _leave_undecoded(message: Any) -> None:
-    """Show Celery an empty body: to decode a large one takes seconds, and that is done by `preparation_process.py`.
+    """Show Celery an empty body. A large one takes seconds to decode, which `preparation_process.py` does.
 
     Raises MalformedMessageError for a content type that is not accepted.
     """
@@ -105,11 +128,15 @@ def _leave_undecoded(message: Any) -> None:
 
 
 def _about(message: Any) -> dict[str, str]:
+<<<<<<< HEAD
     """Fields for everything that is logged while the message is taken in, by Celery, too."""
     request_id = _id_of(message)
     return {} if request_id is None else {"request_id": request_id}
 
 
 def _id_of(message: Any) -> str | None:
+=======
+    """Get the fields for log lines written while the message is handled, by Celery too."""
+>>>>>>> 7bff574d44ed9899c667adfae9efe13f4ae91898
     request_id = message.headers.get("id")
     return request_id if isinstance(request_id, str) else None

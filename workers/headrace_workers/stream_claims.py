@@ -1,4 +1,4 @@
-"""`StreamClaims`: takes the stream of a prepared request over, and makes the job that goes on where it stands."""
+"""`StreamClaims`: claims the stream of a prepared request, and makes the job that resumes it."""
 
 import time
 from typing import Any
@@ -19,7 +19,7 @@ logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 
 class StreamClaims:
-    """Claims streams in this worker's name. Runs on the thread of Celery's event loop alone."""
+    """Claims streams for this worker. Runs on the thread of Celery's event loop only."""
 
     def __init__(
         self, writer: StreamWriter, settlement: Settlement, metrics: Metrics, tracing: RequestTracing, worker_name: str
@@ -39,10 +39,10 @@ class StreamClaims:
         model: ModelIdentity,
         draws: str,
     ) -> Job | None:
-        """The request's job. None where its stream is another message's or has ended, and the message is settled.
+        """Make the request's job. Returns None and settles it if its stream had ended or belongs to another message.
 
         Args:
-            model: what the request is computed with.
+            model: the weights and adapter that compute the request.
             draws: name of the engine's draws.
         """
         started = time.perf_counter()
@@ -63,7 +63,7 @@ class StreamClaims:
             logger.warning("deleted a stream that no worker can have written", request_id=incoming.request_id)
             self._metrics.stream_replaced()
         if claim.is_anothers:
-            self._settlement.set_aside(incoming.request_id, celery_request)
+            self._settlement.reject_duplicate(incoming.request_id, celery_request)
             return None
         if claim.ended is not None:
             self._settlement.finish_ended(celery_request, claim, claim.ended)
@@ -80,7 +80,7 @@ def job_of(
     span: Any,
     trace_id: str | None,
 ) -> Job:
-    """The job of a claimed request, with all that earlier attempts have generated."""
+    """Make the job of a claimed request, with the output of earlier attempts."""
     return Job(
         celery_request=celery_request,
         request=request,

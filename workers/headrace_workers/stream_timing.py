@@ -1,4 +1,4 @@
-"""`StreamTiming`: what a subscriber measures of one stream, and the figures of many."""
+"""`StreamTiming`: the latencies of one stream that a subscriber measures, and statistics of many streams."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ class StreamTiming:
 
 
 def summarise(timings: Iterable[StreamTiming]) -> dict[str, float]:
-    """TTFT and inter-token p50 and p99 in seconds, output tokens, and output tokens a second over the whole span."""
+    """Compute p50 and p99 of TTFT and inter-token latency in seconds, output tokens, and output tokens a second."""
     timings = list(timings)
     first = [value for timing in timings if (value := timing.time_to_first_token) is not None]
     gaps = [gap for timing in timings for gap in timing.gaps]
@@ -46,7 +46,7 @@ def summarise(timings: Iterable[StreamTiming]) -> dict[str, float]:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """Interpolate linearly between the two nearest values. 0 without values."""
+    """Compute a percentile, interpolated linearly between the two nearest values. 0 without values."""
     if len(values) < 2:
         return values[0] if values else 0.0
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]

@@ -21,7 +21,7 @@ from headrace_monitoring.logging import frames
 logger = logging.getLogger(__name__)
 
 RESTART_LIMIT = 5
-"""Engine deaths in a row, without a finished step between them, after which the worker gives up."""
+"""Number of engine deaths in a row, without a finished step between them, after which the worker gives up."""
 FIRST_BACK_OFF_SECONDS = 0.5
 LONGEST_BACK_OFF_SECONDS = 30.0
 _SHUTDOWN_SECONDS = 5.0
@@ -31,7 +31,7 @@ DeathCause = Literal["crash", "stall", "out_of_memory", "recompilation"]
 
 
 class EngineEvents(Protocol):
-    """Who is told what happens to the engine; all calls come on the event loop's thread."""
+    """Receives the events of the engine. All calls come on the event loop's thread."""
 
     def on_engine_ready(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None: ...
 
@@ -43,13 +43,13 @@ class EngineEvents(Protocol):
 
 
 class EngineSupervisor:
-    """Starts the engine process, reads from it when the loop says so, starts it again when it dies.
+    """Starts the engine process, reads its outputs on the event loop, and restarts it when it dies.
 
-    A model or an option that can never work is not retried. Where the requests of a dead engine go is the events'
-    business: `on_engine_ready` is the moment to send them again.
+    A model or an option that can never work is not retried. The receiver of the events keeps the requests, and sends
+    them again in `on_engine_ready`.
 
     Args:
-        stall_seconds: an engine that has work and says nothing for so long is killed.
+        stall_seconds: an engine that has work and sends nothing for so long is killed.
         clock: monotonic time in seconds.
     """
 
@@ -73,13 +73,13 @@ class EngineSupervisor:
         self._tokenizer: ModelTokenizer | None = None
         self._tokenizer_parts: TokenizerParts | None = None
         self._tokenizer_answer: Future[Any] = Future()
-        """Of the engine, which reads the tokenizer with torch at hand; asked once."""
+        """The engine reads the tokenizer, as that may need torch. Asked for once."""
         self._deaths_in_a_row = 0
         self._started_at = 0.0
         self._ready = False
         self._stopped = False
         self._restart_at: float | None = None
-        """When a process is to be started in the place of one that died."""
+        """When the next process starts after a death."""
         self._restart_timer: Any = None
 
     @property
@@ -88,13 +88,13 @@ class EngineSupervisor:
 
     @property
     def tokenizer(self) -> ModelTokenizer:
-        """The model's, of an engine that is or was ready."""
+        """The model's tokenizer. An engine must be or have been ready."""
         assert self._tokenizer is not None, "no engine was ready yet"
         return self._tokenizer
 
     @property
     def tokenizer_parts(self) -> TokenizerParts:
-        """What `tokenizer` was made of."""
+        """The parts that `tokenizer` was made of."""
         assert self._tokenizer_parts is not None, "no engine was ready yet"
         return self._tokenizer_parts
 
@@ -103,7 +103,7 @@ class EngineSupervisor:
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start a process; must be called on the main thread, with which the process dies."""
+        """Start a process. Call it on the main thread: the process dies with the thread that starts it."""
         self._started_at = time.monotonic()
         self._process = self._spawn(self._config)
         if self._tokenizer is None:
@@ -113,7 +113,7 @@ class EngineSupervisor:
             self.attach(self._hub)
 
     def attach(self, hub: Any) -> None:
-        """Read from the engine in this event loop; again after each reconnect, which empties the loop."""
+        """Read from the engine in this event loop; called again after each reconnect, which clears the loop."""
         self._hub = hub
         if self._process is not None:
             hub.add_reader(self._process.fileno(), self._on_readable)
@@ -121,41 +121,41 @@ class EngineSupervisor:
             self._await_restart()  # Celery cancels timers that were set while it tried to connect
 
     def send(self, requests: Iterable[EngineCoreRequest]) -> None:
-        """To a ready engine. Nothing is lost otherwise: `on_engine_ready` is to send all that is unfinished."""
+        """Send requests to the engine if it is ready. Otherwise `on_engine_ready` sends all unfinished requests."""
         if not self._ready or self._process is None:
             return
         try:
             for request in requests:
                 self._process.add_request(request)
         except EngineDeadError:
-            logger.warning("a request could not be sent: the engine is gone")
+            logger.warning("a request could not be sent: the engine has died")
 
     def abort(self, request_ids: Sequence[str]) -> None:
         if self._ready and self._process is not None and request_ids:
             try:
                 self._process.abort_requests(request_ids)
             except EngineDeadError:
-                logger.warning("an abort could not be sent: the engine is gone")
+                logger.warning("an abort could not be sent: the engine has died")
 
     def check_progress(self, *, has_work: bool) -> None:
-        """To be called about once a second: an engine that hangs is killed, and started again as one that died."""
+        """Kill an engine that hangs, and restart it as after a death. Call it about once a second."""
         now = self._clock()
         if not self._ready or not has_work:
             self._progress_at = now
         elif now - self._progress_at > self._stall_seconds:
-            self.pump(0.0)  # this process may have been stopped itself, with news of the engine unread
+            self.pump(0.0)  # this process may have been stopped itself, with outputs of the engine unread
             process = self._process
             if self._ready and process is not None and now - self._progress_at > self._stall_seconds:
-                self._bury(process)
+                self._reap(process)
                 reason = f"it had work and made no step for {now - self._progress_at:.0f} s"
                 self._on_death(reason, "stall", was_ready=True)
 
-    def forgive(self) -> None:
-        """The last death was a request's doing, not the engine's."""
+    def reset_deaths(self) -> None:
+        """Reset the number of deaths in a row, because a request caused the last one."""
         self._deaths_in_a_row = 0
 
     def pump(self, seconds: float) -> None:
-        """Read from the engine for so long while no event loop turns."""
+        """Read from the engine for so many seconds while no event loop turns."""
         deadline = time.monotonic() + seconds
         while True:
             left = max(0.0, deadline - time.monotonic())
@@ -174,7 +174,7 @@ class EngineSupervisor:
         if was_ready:
             process.shutdown(_SHUTDOWN_SECONDS)
         else:
-            process.kill()  # it would hear of its end only once the model is loaded
+            process.kill()  # it would read a shutdown frame only once the model is loaded
         process.close()
 
     def _on_readable(self) -> None:
@@ -186,25 +186,25 @@ class EngineSupervisor:
             self._progress_at = self._clock()
             self._announce(process, steps)
         except (ConfigError, ModelLoadError) as error:
-            self._bury(process)
+            self._reap(process)
             self._give_up(str(error))
         except EngineDeadError as error:
             was_ready = self._ready
-            self._bury(process)
+            self._reap(process)
             self._on_death(error.summary, error.cause, was_ready=was_ready)
         except Exception as error:  # noqa: BLE001
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """End for good, as what the engine sent could not be handled.
+        """Give up on the engine, because its outputs could not be handled.
 
-        Some tokens are lost to us: to go on would leave a hole in a stream. Another worker, or the next start of this
-        one, continues every request from what is published.
+        Some tokens are lost, so continuing would leave a gap in a stream. Another worker, or the next start of this
+        one, resumes every request from its published tokens.
         """
-        logger.error("what the engine sent could not be handled: %s", frames(error))
+        logger.error("outputs of the engine could not be handled: %s", frames(error))
         if self._process is not None:
-            self._bury(self._process)
-        self._give_up(f"what the engine sent could not be handled: {type(error).__name__}")
+            self._reap(self._process)
+        self._give_up(f"outputs of the engine could not be handled: {type(error).__name__}")
 
     def _announce(self, process: EngineCoreProcess, steps: Iterable[EngineCoreOutputs]) -> None:
         if process.is_ready and not self._ready and self._has_tokenizer():
@@ -250,10 +250,10 @@ class EngineSupervisor:
             self.start()
         except ConfigError as error:
             self._give_up(str(error))
-        except (EngineDeadError, OSError) as error:  # no memory or no descriptor for a process, just now
+        except (EngineDeadError, OSError) as error:  # no memory or no file descriptor for a process at present
             self._on_death(f"the engine process could not be started: {error}", "crash", was_ready=False)
 
-    def _bury(self, process: EngineCoreProcess) -> None:
+    def _reap(self, process: EngineCoreProcess) -> None:
         self._ready = False
         self._process = None
         self._forget_reader(process)
@@ -266,5 +266,5 @@ class EngineSupervisor:
 
     def _give_up(self, reason: str) -> None:
         self._stopped = True
-        logger.critical("the engine is given up: %s", reason)
+        logger.critical("gave up on the engine: %s", reason)
         self._events.on_engine_given_up(reason)

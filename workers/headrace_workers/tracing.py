@@ -1,12 +1,12 @@
-"""`RequestTracing`: a worker's span of each request, and beneath it one for each stage.
+"""`RequestTracing`: records a worker's span of each request, with one child span for each stage.
 
     send headrace.m (the producer)
       text_completion m (this worker)
         queue wait | engine queue | prefill | decode | publish
         receive stream (the subscriber)
 
-The stages are recorded when the request has ended, from the times that the job keeps anyway: while it runs, a traced
-request costs nothing but its span. Off unless `--tracing` is given.
+The stages are recorded when the request has ended, from the times that the job keeps anyway. So while it runs, a
+traced request costs only its span. Off unless `--tracing` is given.
 """
 
 import time
@@ -19,7 +19,7 @@ from headrace_workers.job import Job
 
 
 class RequestTracing:
-    """Begins and ends the spans of requests. Without a provider it does nothing.
+    """Starts and ends the spans of requests. Without a provider it does nothing.
 
     Args:
         provider: an opentelemetry.trace.TracerProvider, or None.
@@ -31,7 +31,7 @@ class RequestTracing:
         self._model = model
 
     def begin(self, incoming: Incoming, prepared: Prepared) -> Any:
-        """The span of a request that is about to run; None where nothing is traced."""
+        """Start the span of a request that is about to run. Returns None if tracing is off."""
         if self._tracer is None:
             return None
         from opentelemetry.trace import SpanKind
@@ -51,15 +51,15 @@ class RequestTracing:
         )
 
     def traceparent(self, span: Any) -> str | None:
-        """What the stream's start entry tells subscribers."""
+        """Get the traceparent that the stream's start entry gives to subscribers."""
         return None if span is None else headers_of(span).get("traceparent")
 
     def trace_id(self, span: Any) -> str | None:
-        """The id under which a request's trace can be looked up; None where none of it is recorded."""
+        """Get the id of a request's trace; None if the trace is not recorded."""
         return None if span is None else _recorded(span.get_span_context())
 
     def sender_trace_id(self, incoming: Incoming) -> str | None:
-        """As `trace_id`, of the trace that the producer began: before the request has a span here."""
+        """Get the id of the producer's trace, before the request has a span here; None if it is not recorded."""
         if self._tracer is None or not incoming.trace_headers:
             return None
         from opentelemetry.trace import get_current_span
@@ -67,7 +67,7 @@ class RequestTracing:
         return _recorded(get_current_span(context_of(incoming.trace_headers)).get_span_context())
 
     def end(self, job: Job, outcome: Outcome | None, error_code: str | None = None) -> None:
-        """The request ended here; `outcome` None where another worker is to continue it."""
+        """End a request's span. `outcome` is None if another worker continues the request."""
         span, job.span = job.span, None
         if span is None:
             return

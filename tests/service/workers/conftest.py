@@ -1,4 +1,4 @@
-"""A tiny model made on the fly, servers, and workers on them."""
+"""Fixtures: a tiny random model, servers, and workers on them."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ MAX_MODEL_LEN = 2048
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random Llama of three layers; rotary positions let it be long without more weights."""
+    """Make a random Llama of three layers. Rotary positions allow long contexts without more weights."""
     transformers_logging.disable_progress_bar()
     folder = tmp_path_factory.mktemp("tiny")
     save_model("llama", folder)
@@ -28,7 +28,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def shared_service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """One server and one worker for all tests that leave them as they were."""
+    """Run one server and one worker for all tests that leave them unchanged."""
     with make_server() as server:
         service = Service(server, model_folder, tmp_path_factory.mktemp("shared"))
         try:
@@ -40,7 +40,7 @@ def shared_service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def service(shared_service: Service) -> Service:
-    """The shared service, with no message in it."""
+    """Provide the shared service without messages."""
     shared_service.wait_settled()
     shared_service.client.delete("headrace:dead")
     return shared_service
@@ -48,7 +48,7 @@ def service(shared_service: Service) -> Service:
 
 @pytest.fixture
 def make_service(model_folder: str, tmp_path: Path) -> Iterator[Callable[..., Service]]:
-    """Services of this test's own, without workers."""
+    """Make services for this test only, without workers."""
     made: list[Service] = []
 
     def make(*, appendonly: bool = False) -> Service:

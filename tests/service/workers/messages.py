@@ -1,4 +1,4 @@
-"""Celery messages as they lie in Redis, for tests that write them there by hand."""
+"""Celery messages as Redis stores them, for tests that write them directly."""
 
 import base64
 from typing import Any
@@ -13,7 +13,7 @@ GOOD_BODY = msgpack.packb([[], {"prompt": "x", "sampling_params": GOOD_PARAMS}, 
 
 
 def message(body: bytes, **changes: Any) -> dict[str, Any]:
-    """A Celery message as it lies in Redis."""
+    """Make a Celery message as Redis stores it."""
     request_id = changes.pop("request_id", "odd-request")
     headers = {
         "lang": "py",

@@ -1,4 +1,4 @@
-"""An engine of another package for real workers: answers with the prompt, and tells hardly anything of its steps."""
+"""An engine of another package for real workers. It answers with the prompt and reports few statistics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OtherCore(FakeCore):
 
 
 def install(folder: Path) -> None:
-    """Put into `folder` what an installed package leaves beside its code; it is to be on the import path."""
+    """Write the metadata of an installed package to `folder`, which must be on the import path."""
     metadata = folder / "other_engine-0.1.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-engine\nVersion: 0.1\n")

@@ -1,4 +1,4 @@
-"""`Service`: a server, its workers, and a producer and subscriber that know nothing but the wire contract."""
+"""`Service`: a server, its workers, and a producer and subscriber that use only the wire contract."""
 
 import json
 import time
@@ -21,7 +21,7 @@ DEADLINE = 150.0  # only a failure waits so long; a slow machine may need much o
 
 @dataclass
 class ChoiceStream:
-    """What a subscriber has of one choice."""
+    """One choice as a subscriber reads it."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -32,7 +32,7 @@ class ChoiceStream:
 
 @dataclass
 class StreamLog:
-    """A whole stream, checked against the contract while it is read."""
+    """A whole stream, checked against the wire contract while it is read."""
 
     attempts: list[int]
     choices: dict[int, ChoiceStream]
@@ -48,7 +48,7 @@ class StreamLog:
             attempt, offset = map(int, raw_id.decode().split("-"))
             assert (attempt, offset) > last, f"{raw_id!r} after {last}"
             last = (attempt, offset)
-            assert log.end is None, "an entry behind the end"
+            assert log.end is None, "an entry after the end"
             log._take(fields[b"type"], msgpack.unpackb(fields[b"data"]), attempt, offset)
         return log
 
@@ -62,7 +62,7 @@ class StreamLog:
             self.num_tokens += len(data["token_ids"])
             assert offset == self.num_tokens, f"offset {offset} of an entry, {self.num_tokens} tokens so far"
             choice = self.choices.setdefault(data["index"], ChoiceStream())
-            assert choice.finish_reason is None, "a chunk behind the last of its choice"
+            assert choice.finish_reason is None, "a chunk after the last of its choice"
             choice.token_ids += data["token_ids"]
             choice.text += data["text"]
             if data.get("prompt_logprobs") is not None:
@@ -77,7 +77,7 @@ class StreamLog:
 
     @property
     def content(self) -> dict[int, ChoiceStream]:
-        """What was generated, for comparison with another run."""
+        """The generated choices, for comparison with another run."""
         return dict(sorted(self.choices.items()))
 
 
@@ -85,7 +85,7 @@ class Service:
     """Sends by plain Celery and reads by plain Redis commands.
 
     Args:
-        url: where not the server's own, for instance with a user's name in it.
+        url: if not the server's own, for instance with a user's name in it.
     """
 
     def __init__(self, server: EmbeddedServer, model: str, folder: Path, *, url: str | None = None) -> None:
@@ -113,11 +113,11 @@ class Service:
         return self._keep(self.app.send_task("headrace.generate", args=args, kwargs=kwargs, queue=QUEUE, **options))
 
     def handle(self, request_id: str) -> AsyncResult:
-        """For a request that was not sent by `send`."""
+        """Get the handle of a request that `send` did not send."""
         return self._keep(self.app.AsyncResult(request_id))
 
     def stored(self, request_id: str) -> tuple[bytes, dict[str, Any]]:
-        """What lies in Redis as the result of the request, and what it says; waits for it."""
+        """Wait for the request's result. Returns its raw bytes in Redis and its decoded form."""
         self.wait_until(lambda: self.client.exists(f"celery-task-meta-{request_id}"))
         raw = self.client.get(f"celery-task-meta-{request_id}")
         return raw, json.loads(raw) if raw[:1] == b"{" else msgpack.unpackb(raw)
@@ -127,7 +127,7 @@ class Service:
         return handle
 
     def forget(self) -> None:
-        """Let go of the handles that were given out and of workers that are gone; for runs of many rounds."""
+        """Forget all handles and ended workers; for runs of many rounds."""
         self._handles.clear()
         self.workers = [worker for worker in self.workers if worker.process.poll() is None]
 
@@ -146,7 +146,7 @@ class Service:
         return StreamLog.read(self.client, request_id)
 
     def wait_ended(self, request_ids: Iterable[str], timeout: float = DEADLINE) -> dict[str, StreamLog]:
-        """Wait until every stream has its end entry; returns them all."""
+        """Wait until every stream has its end entry, and return the streams."""
         logs = {}
         deadline = time.monotonic() + timeout
         for request_id in request_ids:
@@ -192,9 +192,9 @@ class Service:
             time.sleep(0.01)
 
     def cut_connections(self, worker: WorkerProcess) -> None:
-        """Cut every connection to the server; returns when `worker` hears control messages again.
+        """Cut every connection to the server, and wait until `worker` answers control messages again.
 
-        This process's own are cut as well: what is said next needs a connection that is not from kombu's pool.
+        This cuts this process's connections too, so the next command needs one that is not from kombu's pool.
         """
         lost = worker.log_text().count("Connection to broker lost")
         self.client.client_kill_filter(_type="normal", skipme=True)
@@ -208,19 +208,19 @@ class Service:
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
-        for handle in self._handles:  # or each would talk to the server that is gone when it is collected
+        for handle in self._handles:  # otherwise each would connect to the stopped server when it is collected
             handle.backend = None
         self.app.close()
         self.client.close()
 
 
 def results(handles: Sequence[AsyncResult], timeout: float = DEADLINE) -> dict[str, dict[str, Any]]:
-    """What Celery's own client gets, by request id."""
+    """Get the results with Celery's own client, by request id."""
     return {handle.id: handle.get(timeout=timeout) for handle in handles}
 
 
 def assert_result_is_stream(result: dict[str, Any], log: StreamLog) -> None:
-    """The stored result says what the stream said."""
+    """Assert that the stored result equals the stream."""
     assert [output["index"] for output in result["outputs"]] == sorted(log.choices)
     assert result["prompt_logprobs"] == log.prompt_logprobs
     for output in result["outputs"]:

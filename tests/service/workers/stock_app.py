@@ -1,7 +1,7 @@
-"""What `StockWorker` runs: plain Celery, nothing of ours, and the safest settings that it has.
+"""The application of `StockWorker`: plain Celery without any Headrace code, with the safest settings that it has.
 
-It serves the queue and the task name of the tests' model. What a request asks for does not matter: it lasts as many
-seconds as its `prompt` says, and each receipt is counted in Redis before that.
+It serves the queue and the task name of the tests' model. A request sleeps for as many seconds as its `prompt` says.
+Each receipt is counted in Redis before that.
 """
 
 import os
@@ -23,7 +23,7 @@ def main() -> None:
         worker_prefetch_multiplier=1,
         worker_cancel_long_running_tasks_on_connection_loss=False,
         broker_connection_retry_on_startup=True,
-        # what is not acknowledged in time is looked for every second, instead of every hundred
+        # unacknowledged messages are looked for every second, instead of every hundred
         broker_transport_options={
             "visibility_timeout": 1,
             "unacked_restore_interval": 1,

@@ -1,4 +1,4 @@
-"""`StockWorker`: a Celery worker as most people run one, on kombu's own Redis transport; for comparison alone.
+"""`StockWorker`: a plain Celery worker on kombu's own Redis transport, only for comparison.
 
 What it runs is in `stock_app.py`.
 """
@@ -16,7 +16,7 @@ VISIBILITY_TIMEOUT = 1.0
 
 
 class StockWorker(WorkerProcess):
-    """Its own process, with the safest settings that Celery has."""
+    """A stock worker in its own process, with the safest settings that Celery has."""
 
     def __init__(self, redis_url: str, log: Path) -> None:
         super().__init__(model="none", redis_url=redis_url, log=log, command=[sys.executable, str(_APP)])
@@ -27,5 +27,5 @@ class StockWorker(WorkerProcess):
 
 
 def receipts(client: "redis.Redis", request_id: str) -> int:
-    """How often workers have begun this request."""
+    """Count how often workers have started this request."""
     return int(client.hget("receipts", request_id) or 0)

@@ -1,4 +1,4 @@
-"""A worker that cannot go on: its engine is given up, or two things fail at once while it drains."""
+"""Workers that cannot continue: the engine cannot restart, or two things fail at once during a drain."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ def send_all(service: Service, count: int = 4) -> list[Any]:
     return [service.generate(f"the wheel {number}", max_tokens=LONG) for number in range(count)]
 
 
-def test_an_engine_that_can_never_start_again_ends_the_worker_and_hands_its_requests_back(
+def test_an_engine_that_cannot_restart_ends_the_worker_which_hands_its_requests_back(
     make_service: Callable[..., Service], model_folder: str, tmp_path: Path
 ) -> None:
     service = make_service()
@@ -65,7 +65,7 @@ def test_an_engine_that_dies_while_the_worker_drains_costs_no_request(make_servi
     assert len(ended) < len(handles)
 
 
-def test_a_redis_that_goes_away_while_the_worker_drains_delays_its_end_by_no_more_than_the_grace(
+def test_an_outage_while_the_worker_drains_delays_its_end_by_the_grace_period_at_most(
     make_service: Callable[..., Service],
 ) -> None:
     service = make_service()
@@ -90,7 +90,7 @@ def test_a_worker_that_is_stopped_while_its_model_loads_ends_at_once(make_servic
     worker.assert_nothing_left()
 
 
-def test_a_taken_metrics_port_is_named_and_ends_the_worker(make_service: Callable[..., Service]) -> None:
+def test_a_metrics_port_in_use_is_named_and_ends_the_worker(make_service: Callable[..., Service]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         worker = make_service().start_worker(metrics_port=port)
@@ -99,7 +99,7 @@ def test_a_taken_metrics_port_is_named_and_ends_the_worker(make_service: Callabl
     worker.assert_nothing_left()
 
 
-def test_celerys_own_command_names_a_wrong_setting_in_one_sentence(make_service: Callable[..., Service]) -> None:
+def test_celerys_own_command_reports_a_wrong_setting_in_one_line(make_service: Callable[..., Service]) -> None:
     command = [sys.executable, "-m", "celery", "-A", "headrace_workers.app", "worker"]
     worker = make_service().start_worker(command=command, max_num_seqs="many")
     assert worker.wait() == 1
@@ -108,7 +108,7 @@ def test_celerys_own_command_names_a_wrong_setting_in_one_sentence(make_service:
 
 
 def other_weights(folder: Path) -> None:
-    """As if another revision had been put there."""
+    """Replace the weights by those of another revision."""
     file = folder / "model.safetensors"
     tensors = load_file(file)
     tensors["model.norm.weight"] += 1.0
@@ -117,7 +117,7 @@ def other_weights(folder: Path) -> None:
     written.replace(file)
 
 
-def test_a_worker_of_another_revision_ends_what_was_begun_and_serves_the_rest(
+def test_a_worker_of_another_revision_ends_requests_with_tokens_and_serves_the_rest(
     make_service: Callable[..., Service], model_folder: str, tmp_path: Path
 ) -> None:
     service = make_service()
@@ -142,7 +142,7 @@ def test_a_worker_of_another_revision_ends_what_was_begun_and_serves_the_rest(
     service.wait_settled()
 
 
-def test_files_that_are_replaced_under_a_worker_end_it_when_its_engine_has_to_start_again(
+def test_model_files_replaced_under_a_worker_end_it_when_its_engine_restarts(
     make_service: Callable[..., Service], model_folder: str, tmp_path: Path
 ) -> None:
     service = make_service()
@@ -159,7 +159,7 @@ def test_files_that_are_replaced_under_a_worker_end_it_when_its_engine_has_to_st
     assert service.queued() == len(handles)
 
 
-def test_weights_that_are_damaged_end_the_worker_at_its_first_try(
+def test_damaged_weights_end_the_worker_without_a_retry(
     make_service: Callable[..., Service], model_folder: str, tmp_path: Path
 ) -> None:
     service = make_service()

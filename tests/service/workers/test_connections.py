@@ -26,7 +26,7 @@ PARAMS = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
 
 
 def assert_serves(url: str) -> None:
-    """Both clients, exporter and top work over this connection, with a worker on the other side."""
+    """Assert that both clients, the exporter and top work over this connection, with a worker on the other side."""
     with Client(url, model="tiny") as client:
         request_id = client.submit("the wheel", PARAMS)
         chunks = list(client.stream(request_id, timeout=60))
@@ -52,7 +52,7 @@ async def assert_serves_async(url: str) -> None:
 
 
 @pytest.mark.parametrize("program", EVERY_PROGRAM)
-async def test_over_a_socket_of_this_machine(program: str, model_folder: str, tmp_path: Path) -> None:
+async def test_over_a_unix_socket(program: str, model_folder: str, tmp_path: Path) -> None:
     with (
         tempfile.TemporaryDirectory() as folder,  # Redis names a client by the first characters of its path only
         make_server(program=program, arguments=["--unixsocket", f"{folder}/s"]) as server,
@@ -113,9 +113,9 @@ async def test_over_tls(tls: TlsService, request: pytest.FixtureRequest) -> None
 
 @needs_redis_server
 @needs_openssl
-def test_a_server_whose_certificate_nobody_vouches_for_is_refused_with_the_reason(tls: TlsService) -> None:
+def test_a_server_with_an_untrusted_certificate_is_refused_with_the_reason(tls: TlsService) -> None:
     for ca in (tls.certificates.other_ca, None):
-        # another name, because kombu shares connections among all of a process that look the same but for TLS
+        # another name, because kombu shares connections of a process that differ only in TLS
         url = tls.url(ca).replace("127.0.0.1", "localhost")
         with Client(url, model="tiny", check_model=False) as client:
             for action in (lambda: client.submit("the wheel", PARAMS), client.models):
@@ -132,7 +132,7 @@ def test_a_server_whose_certificate_nobody_vouches_for_is_refused_with_the_reaso
 
 @needs_redis_server
 @needs_openssl
-def test_another_name_than_the_certificates_is_refused_unless_it_is_not_to_be_checked(tls: TlsService) -> None:
+def test_a_name_that_is_not_the_certificates_is_refused_unless_the_check_is_off(tls: TlsService) -> None:
     tls.service.workers[0].wait_ready()
     url = tls.url(tls.certificates.ca).replace("127.0.0.1", "127.0.0.2")
     with Client(url) as client, pytest.raises(QueueUnavailableError, match=r"not valid for"):
@@ -143,7 +143,7 @@ def test_another_name_than_the_certificates_is_refused_unless_it_is_not_to_be_ch
 
 @needs_redis_server
 @needs_openssl
-def test_a_client_without_a_certificate_is_refused_where_one_is_asked_for(
+def test_a_client_without_a_certificate_is_refused_if_the_server_requires_one(
     tls: TlsService, request: pytest.FixtureRequest
 ) -> None:
     tls.service.workers[0].wait_ready()

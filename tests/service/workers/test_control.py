@@ -1,4 +1,4 @@
-"""Requests that are ended from outside: revoked, cancelled, expired, or delivered twice."""
+"""Requests that end early or come twice: revoked, cancelled, expired, redelivered."""
 
 import uuid
 from collections.abc import Callable
@@ -66,7 +66,7 @@ def test_a_request_that_was_revoked_in_the_queue_never_runs(make_service: Callab
     service.wait_settled()
 
 
-def test_a_request_whose_deadline_has_passed_in_the_queue_expires(service: Service) -> None:
+def test_a_request_whose_deadline_passed_in_the_queue_expires(service: Service) -> None:
     handle = service.send(
         {"prompt": "x"},
         expires=datetime.now(UTC) - timedelta(seconds=1),
@@ -77,7 +77,7 @@ def test_a_request_whose_deadline_has_passed_in_the_queue_expires(service: Servi
     assert log.attempts == []
 
 
-def test_a_request_whose_deadline_passes_while_it_runs_keeps_what_it_has(service: Service) -> None:
+def test_a_request_whose_deadline_passes_while_it_runs_keeps_its_tokens(service: Service) -> None:
     result = end_while_it_runs(service, lambda seconds: {"expires": datetime.now(UTC) + timedelta(seconds=seconds)})
     assert result["error"]["code"] == "expired"
     assert 0 < result["usage"]["completion_tokens"] < LONG
@@ -85,7 +85,7 @@ def test_a_request_whose_deadline_passes_while_it_runs_keeps_what_it_has(service
 
 
 def end_while_it_runs(service: Service, options: Callable[[float], dict[str, Any]]) -> dict[str, Any]:
-    """Send a long request with options that end it after so many seconds, until that is while it runs."""
+    """Send a long request with options that end it after some seconds. Retry with others until that is while it runs."""
     params = {"temperature": 0.0, "max_tokens": LONG, "ignore_eos": True}
     seconds = 0.5
     while True:
@@ -96,7 +96,7 @@ def end_while_it_runs(service: Service, options: Callable[[float], dict[str, Any
         seconds *= 2 if result["error"] else 0.7
 
 
-def test_a_finished_request_that_is_delivered_again_is_answered_from_its_stream(service: Service) -> None:
+def test_a_finished_request_that_is_redelivered_is_answered_from_its_stream(service: Service) -> None:
     request_id = uuid.uuid4().hex
     writer = StreamWriter(service.client, 60)
     attempt = writer.claim(request_id, "a worker that died before it acknowledged").attempt

@@ -1,4 +1,4 @@
-"""What an engine that hangs, or that one request kills, costs the others: time only."""
+"""An engine that hangs, or that one request kills, only delays other requests."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from service.workers.service import Service, StreamLog, results
 NUM_TOKENS = 300
 POISON = [13, 13, 13]
 
-# Loaded by every interpreter that finds it; kills the engine in the first step that computes the poison.
+# Every interpreter with this folder on its path loads it. It kills the engine in the poison's first step.
 KILLER = """
 import sys
 if "headrace_engine.core.child" in sys.orig_argv:
@@ -30,7 +30,7 @@ if "headrace_engine.core.child" in sys.orig_argv:
 
 @pytest.fixture
 def deaths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Workers that are started now have engines that the poison kills; a byte in this file for each death."""
+    """Make the engines of workers started from now on die of the poison. The file gets a byte for each death."""
     deaths = tmp_path / "deaths"
     (tmp_path / "sitecustomize.py").write_text(KILLER.replace("{deaths!r}", repr(str(deaths))))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -41,7 +41,7 @@ def contents(logs: dict[str, StreamLog]) -> list[object]:
     return [log.content for log in logs.values()]
 
 
-def test_an_engine_that_hangs_is_killed_and_its_requests_go_on(make_service: Callable[..., Service]) -> None:
+def test_an_engine_that_hangs_is_killed_and_its_requests_continue(make_service: Callable[..., Service]) -> None:
     service = make_service()
     worker = service.start_worker(stall_seconds=5).wait_ready()
     expected = [service.generate(f"the wheel {number}", max_tokens=NUM_TOKENS) for number in range(3)]
@@ -57,7 +57,7 @@ def test_an_engine_that_hangs_is_killed_and_its_requests_go_on(make_service: Cal
 
 
 @pytest.mark.usefixtures("deaths")
-def test_a_request_that_kills_every_engine_is_a_dead_letter_and_its_neighbours_are_answered(
+def test_a_request_that_kills_every_engine_is_a_dead_letter_and_the_others_are_answered(
     make_service: Callable[..., Service],
 ) -> None:
     service = make_service()

@@ -1,4 +1,4 @@
-"""The master is killed while everything goes on: Sentinels promote its replica, and nobody notices but by a pause."""
+"""The master is killed under load. Sentinels promote its replica, and clients and workers see only a pause."""
 
 import asyncio
 import threading
@@ -28,9 +28,9 @@ REQUESTS = 4
 
 
 class Subscriber:
-    """Follows one request on a thread of its own, from before its first token on.
+    """Follows one request on a thread of its own, from before its first token.
 
-    A failover that takes longer than clients wait, as on a slow machine, is an error; it goes on behind its last entry.
+    If a failover takes longer than clients wait, as on a slow machine, it reads on after its last entry.
     """
 
     def __init__(self, url: str, request_id: str, *, in_loop: bool) -> None:
@@ -52,7 +52,7 @@ class Subscriber:
                 except QueueUnavailableError:
                     if time.monotonic() > deadline:
                         raise
-        except BaseException as error:  # noqa: BLE001  # shown by `result`
+        except BaseException as error:  # noqa: BLE001  # `result` raises it
             self.error = error
 
     def _take(self, chunk: ChunkEvent) -> None:
@@ -87,7 +87,7 @@ class Site:
     worker: WorkerProcess
     client: Client
     undisturbed: list[list[int]]
-    """What each request of `generate` gives."""
+    """Token ids of each request of `generate` without a failover."""
 
 
 @pytest.fixture(scope="module", params=EVERY_PROGRAM)
@@ -110,7 +110,7 @@ def generate(client: Client) -> list[str]:
 
 
 def submit_without_master(client: Client) -> str:
-    """Waits for the next one; twice where the machine is too slow for one wait."""
+    """Submit a request and wait for the next master, for several timeouts of the client on a slow machine."""
     params, key = {"max_tokens": 5, "ignore_eos": True}, uuid.uuid4().hex
     deadline = time.monotonic() + DEADLINE
     while True:
@@ -129,7 +129,7 @@ def wait_tokens(server: "redis.Redis", service: Service, request_ids: list[str],
 
 
 @pytest.mark.parametrize("replica", ["in step", "behind"])
-def test_whoever_reads_waits_or_generates_goes_on_with_the_next_master(site: Site, replica: str) -> None:
+def test_readers_senders_and_running_requests_continue_with_the_next_master(site: Site, replica: str) -> None:
     sentinels, client, service = site.sentinels, site.client, site.service
     sentinels.wait_watched()
     ids = generate(client)
@@ -137,7 +137,7 @@ def test_whoever_reads_waits_or_generates_goes_on_with_the_next_master(site: Sit
     old = sentinels.master()
     with connect(old.url) as server:
         wait_tokens(server, service, ids, 20)
-        if replica == "behind":  # it follows nobody any more: what the master takes from now on is lost with it
+        if replica == "behind":  # it stops replicating, so entries that the master accepts from now on are lost
             with connect(sentinels.replica().url) as other:
                 other.replicaof("127.0.0.1", free_port())
             wait_tokens(server, service, ids, 50)
@@ -152,27 +152,27 @@ def test_whoever_reads_waits_or_generates_goes_on_with_the_next_master(site: Sit
     assert client.result(waiting, timeout=DEADLINE).error is None
     with connect(new.url) as server:
         for request_id, token_ids in zip(ids, site.undisturbed, strict=True):
-            log = StreamLog.read(server, request_id)  # well-formed, without a gap, for whoever comes later, too
+            log = StreamLog.read(server, request_id)  # well-formed and without a gap for later readers too
             assert log.content[0].token_ids == token_ids
-            assert log.attempts == [1], "nobody else had to continue it"
+            assert log.attempts == [1], "another attempt had to resume it"
         assert_settled(server, service)
 
-    # idle again, all bells ring on the new master
+    # The worker is idle again, and wakes up for messages of every priority on the new master.
     for priority in (0, 3, 6, 9):
-        request_id = client.submit("bell", {"max_tokens": 3, "ignore_eos": True}, priority=priority)
+        request_id = client.submit("wake", {"max_tokens": 3, "ignore_eos": True}, priority=priority)
         assert client.result(request_id, timeout=DEADLINE).error is None
     with connect(sentinels.url) as reader:
         exporter = Exporter(reader, port=0)
         exporter.poll()
         assert b"headrace_exporter_redis_up 1.0" in exporter.exposition.exposition()
 
-    old.start()  # it comes back as a replica, and nobody goes back to it
+    old.start()  # it returns as a replica, and no client reconnects to it
     sentinels.wait_watched()
     again = client.submit("again", {"max_tokens": 3})
     assert client.result(again, timeout=DEADLINE).error is None
     assert site.worker.health("ready")[0] == 200
     master = sentinels.master()
-    # where the machine stood still for a second the Sentinels have elected once more, which is theirs to do
+    # If the machine stalled for a second, the Sentinels may have elected another master, which is allowed.
     assert master is new or sentinels.elections() > elections
     with connect(master.url) as server:
         assert StreamLog.read(server, again).content, "the request went to the master that the Sentinels name"

@@ -1,4 +1,4 @@
-"""Full garbage collections, which would hold up the event loops of workers and gateways."""
+"""Full garbage collections do not block the event loops of workers and gateways."""
 
 import os
 from collections.abc import Callable
@@ -10,15 +10,15 @@ from headrace_broker.embedded import EmbeddedServer
 from service.gateway.gateway_process import GatewayProcess
 from service.workers.service import Service
 
-# Loaded by every interpreter that finds it; writes down how many objects are left out of collections.
+# Every interpreter with this folder on its path loads it. It records how many objects are exempt from collections.
 WITNESS = """
 import gc, os
 freeze = gc.freeze
-def freeze_and_tell():
+def freeze_and_record():
     freeze()
     with open({folder!r} + f"/{os.getpid()}", "w") as file:
         file.write(f"{gc.get_freeze_count()} {len(gc.get_objects())}")
-gc.freeze = freeze_and_tell
+gc.freeze = freeze_and_record
 """
 
 
@@ -29,21 +29,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def assert_spared(file: Path) -> None:
-    frozen, looked_through = map(int, file.read_text().split())
+def assert_exempt(file: Path) -> None:
+    frozen, collected = map(int, file.read_text().split())
     assert frozen > 20_000
-    assert looked_through < 1_000
+    assert collected < 1_000
 
 
-def test_a_worker_never_looks_through_what_it_has_imported(make_service: Callable[..., Service], folder: Path) -> None:
+def test_a_worker_never_collects_its_imports(make_service: Callable[..., Service], folder: Path) -> None:
     worker = make_service().start_worker().wait_ready()
-    assert_spared(folder / str(worker.process.pid))
+    assert_exempt(folder / str(worker.process.pid))
 
 
-def test_a_gateway_never_looks_through_what_it_has_imported(redis_server: EmbeddedServer, folder: Path) -> None:
+def test_a_gateway_never_collects_its_imports(redis_server: EmbeddedServer, folder: Path) -> None:
     gateway = GatewayProcess(redis_url=redis_server.url, log=folder / "gateway.log")
     try:
         gateway.wait_ready()
-        assert_spared(folder / str(gateway.process.pid))
+        assert_exempt(folder / str(gateway.process.pid))
     finally:
         gateway.close()

@@ -1,4 +1,4 @@
-"""Clients that speak JSON, as Celery does by default: what they send is served, and they can read every answer."""
+"""Clients that use JSON, Celery's default, are served and can read every answer."""
 
 import base64
 import json
@@ -21,7 +21,7 @@ from service.workers.service import QUEUE, Service
 PARAMS = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
 LONG = {**PARAMS, "max_tokens": 2000}
 
-# the producer of somebody who has read nothing but Celery's manual
+# a producer that uses only plain Celery
 PRODUCER = """
 import json, sys
 from celery import Celery
@@ -36,7 +36,7 @@ print(json.dumps([good.get(timeout=100), bad.get(timeout=100)]))
 
 @pytest.fixture
 def plain(service: Service) -> Iterator[Celery]:
-    """Celery with all its defaults."""
+    """Make an application of Celery with its default settings."""
     with Celery(broker=service.url, backend=service.url, set_as_current=False) as app:
         yield app
 
@@ -46,7 +46,7 @@ def send(app: Celery, kwargs: Any, **options: Any) -> Any:
 
 
 def push(service: Service, body: bytes | str, **changes: Any) -> str:
-    """A message that no Celery client would write; returns its id."""
+    """Push a message that no Celery client would write, and return its id."""
     request_id = uuid.uuid4().hex
     encoded = {"content_type": "application/json", "content_encoding": "utf-8", **changes}
     raw = message(body.encode() if isinstance(body, str) else body, request_id=request_id, **encoded)
@@ -55,14 +55,14 @@ def push(service: Service, body: bytes | str, **changes: Any) -> str:
 
 
 def in_json(service: Service, request_id: str) -> dict[str, Any]:
-    """The stored result, which is JSON as any language reads it."""
+    """Get the stored result, and assert that it is JSON."""
     raw, meta = service.stored(request_id)
     assert raw[:1] == b"{"
     assert meta["task_id"] == request_id
     return dict(meta)
 
 
-def test_a_producer_that_sets_nothing_gets_its_result_and_its_error(service: Service) -> None:
+def test_a_producer_with_default_settings_gets_its_result_and_its_error(service: Service) -> None:
     producer = subprocess.run(
         [sys.executable, "-c", PRODUCER, service.url], capture_output=True, timeout=120, check=False
     )
@@ -178,7 +178,7 @@ def test_another_content_type_is_refused_by_name(service: Service, content_type:
     ],
     ids=lambda value: "",
 )
-def test_what_only_json_can_say_is_refused_by_name(service: Service, body: str, words: str) -> None:
+def test_values_that_only_json_can_hold_are_refused_by_name(service: Service, body: str, words: str) -> None:
     result = in_json(service, push(service, body))["result"]
     assert result["error"]["code"] == "invalid_request", result
     assert words in result["error"]["message"]
@@ -186,7 +186,7 @@ def test_what_only_json_can_say_is_refused_by_name(service: Service, body: str, 
     assert service.workers[0].process.poll() is None
 
 
-def test_what_json_says_otherwise_than_msgpack_means_the_same(service: Service) -> None:
+def test_values_that_json_and_msgpack_write_differently_mean_the_same(service: Service) -> None:
     bias = {"7": 100}
     first = json.dumps([[], {"prompt": "x", "sampling_params": {**PARAMS, "logit_bias": bias}}, {}])
     result = in_json(service, push(service, first))["result"]
@@ -198,7 +198,7 @@ def test_what_json_says_otherwise_than_msgpack_means_the_same(service: Service) 
     service.wait_ended([text])
 
 
-def test_a_body_may_be_text_in_the_envelope(service: Service) -> None:
+def test_the_body_may_be_plain_text_in_the_message(service: Service) -> None:
     for encoding in (None, "utf-8"):
         request_id = uuid.uuid4().hex
         raw = message(b"", request_id=request_id, content_type="application/json", content_encoding="utf-8")
@@ -208,7 +208,7 @@ def test_a_body_may_be_text_in_the_envelope(service: Service) -> None:
         assert in_json(service, request_id)["result"]["usage"]["completion_tokens"] == 4
 
 
-def test_an_envelope_of_the_needed_fields_alone_is_served(service: Service) -> None:
+def test_a_message_with_only_the_required_fields_is_served(service: Service) -> None:
     request_id = uuid.uuid4().hex
     body = json.dumps([[], {"prompt": "x", "sampling_params": PARAMS}, {}]).encode()
     raw = {
@@ -232,7 +232,7 @@ def test_our_own_client_reads_the_result_of_a_json_request(plain: Celery, servic
             client.result(bad.id, timeout=60)
 
 
-def test_garbage_where_a_result_is_stored_does_not_keep_the_result_from_being_stored(service: Service) -> None:
+def test_garbage_under_a_results_key_does_not_prevent_the_result(service: Service) -> None:
     request_id = uuid.uuid4().hex
     service.client.set(f"celery-task-meta-{request_id}", b"\xc1 garbage", ex=60)
     handle = service.send({"prompt": "x", "sampling_params": PARAMS}, task_id=request_id)

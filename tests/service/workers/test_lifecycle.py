@@ -16,7 +16,7 @@ from service.workers.service import DEADLINE, Service, StreamLog, assert_result_
 
 NUM_TOKENS = 400
 LONG = 800
-"""Tokens that no worker makes before it has a signal."""
+"""More tokens than a worker generates before it gets a signal."""
 TOKENS = "headrace_generation_tokens_total"
 
 
@@ -55,7 +55,7 @@ def test_sigterm_lets_running_requests_finish_and_leaves_later_ones_queued(
 
 
 @pytest.mark.parametrize(("number", "settings"), [(signal.SIGTERM, {"grace_seconds": 0}), (signal.SIGQUIT, {})])
-def test_what_a_stopped_worker_hands_back_is_continued_at_the_next_token(
+def test_requests_that_a_stopped_worker_hands_back_resume_at_the_next_token(
     make_service: Callable[..., Service], number: signal.Signals, settings: dict[str, object]
 ) -> None:
     service = make_service()
@@ -73,7 +73,7 @@ def test_what_a_stopped_worker_hands_back_is_continued_at_the_next_token(
     assert any(service.stream(handle.id).attempts == [1, 2] for handle in handles)
 
 
-def test_a_killed_engine_is_replaced_and_its_requests_go_on_in_the_same_attempt(
+def test_a_killed_engine_is_replaced_and_its_requests_continue_in_the_same_attempt(
     make_service: Callable[..., Service],
 ) -> None:
     service = make_service()
@@ -91,7 +91,7 @@ def test_a_killed_engine_is_replaced_and_its_requests_go_on_in_the_same_attempt(
     assert metrics["headrace_requests_in_flight"] == 0
 
 
-def test_the_engine_goes_on_while_redis_is_away_and_its_chunks_come_when_it_is_back(
+def test_the_engine_continues_while_redis_is_away_and_its_chunks_are_written_afterwards(
     make_service: Callable[..., Service],
 ) -> None:
     service = make_service(appendonly=True)
@@ -101,7 +101,7 @@ def test_the_engine_goes_on_while_redis_is_away_and_its_chunks_come_when_it_is_b
     handles = send_all(service)
     service.wait_tokens([handle.id for handle in handles], at_least=3)
     service.server.kill()
-    # until all that the requests may generate is in the worker's memory, which is the most that it can keep
+    # until all tokens of the requests are in the worker's memory, the most that it can hold
     service.wait_until(lambda: worker.metrics().get(TOKENS) == 2 * len(handles) * NUM_TOKENS, timeout=DEADLINE)
     service.server.start()
     assert content(service, handles) == expected
@@ -172,7 +172,7 @@ def test_celerys_own_command_runs_the_worker_from_the_environment(make_service: 
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_a_worker_that_cannot_work_says_why_and_exits(
+def test_a_worker_that_cannot_start_says_why_and_exits(
     make_service: Callable[..., Service], settings: dict[str, object], sentence: str
 ) -> None:
     worker = make_service().start_worker(**settings)
@@ -181,7 +181,7 @@ def test_a_worker_that_cannot_work_says_why_and_exits(
     worker.assert_nothing_left()
 
 
-def test_no_prompt_and_no_output_stands_in_log_metrics_or_events(make_service: Callable[..., Service]) -> None:
+def test_no_prompt_and_no_output_is_in_log_metrics_or_events(make_service: Callable[..., Service]) -> None:
     service = make_service()
     worker = service.start_worker(log_level="DEBUG").wait_ready()
     secret = "the wheel Zanzibar"

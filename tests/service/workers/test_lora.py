@@ -1,4 +1,4 @@
-"""Adapters through a real queue and a real worker: by name, several at once, added while it runs, and after a crash."""
+"""Adapters in a real worker: several at once, one added while it runs, and after a crash."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,7 +63,7 @@ def tokens(result: dict[str, Any]) -> list[int]:
     return found
 
 
-def test_messages_name_their_adapter_and_run_side_by_side(
+def test_requests_of_several_adapters_run_at_once(
     lora_service: Service, base: TinyModel, sql: TinyAdapter, folder: Path
 ) -> None:
     late = make_adapter(base, folder / "late", "late", 2, targets=["o_proj", "up_proj"])  # while the worker runs
@@ -87,19 +87,19 @@ def test_messages_name_their_adapter_and_run_side_by_side(
 @pytest.mark.parametrize(
     ("lora", "words"),
     [
-        ("unheard-of", "tiny has no LoRA adapter of the name 'unheard-of'"),
+        ("unheard-of", "tiny has no LoRA adapter named 'unheard-of'"),
         ("../sql", "begin with a letter or digit"),
         ("/etc", "begin with a letter or digit"),
         (7, "begin with a letter or digit"),
     ],
 )
-def test_what_is_no_served_adapter_is_refused(lora_service: Service, lora: Any, words: str) -> None:
+def test_an_unknown_adapter_is_refused(lora_service: Service, lora: Any, words: str) -> None:
     result = send(lora_service, lora).get(timeout=60)
     assert result["error"]["code"] == "invalid_request"
     assert words in result["error"]["message"]
 
 
-def test_an_adapter_that_is_broken_ends_its_requests_and_nothing_else(lora_service: Service, folder: Path) -> None:
+def test_a_broken_adapter_fails_only_its_own_requests(lora_service: Service, folder: Path) -> None:
     (folder / "broken").mkdir()
     (folder / "broken" / "adapter_config.json").write_text('{"peft_type": "LOHA", "r": 4, "lora_alpha": 1}')
     broken, good = send(lora_service, "broken"), send(lora_service, "sql")
@@ -110,13 +110,13 @@ def test_an_adapter_that_is_broken_ends_its_requests_and_nothing_else(lora_servi
     assert len(tokens(good.get(timeout=60))) == 8
 
 
-def test_another_worker_goes_on_under_the_same_adapter(lora_service: Service, sql: TinyAdapter, folder: Path) -> None:
+def test_another_worker_resumes_with_the_same_adapter(lora_service: Service, sql: TinyAdapter, folder: Path) -> None:
     handle = send(lora_service, "sql", max_tokens=900)
     lora_service.wait_tokens([handle.id], at_least=5)
-    lora_service.workers[-1].process.kill()  # the one that serves: a new one takes its place at once
+    lora_service.workers[-1].process.kill()  # the worker that serves; a new one replaces it at once
     start_worker(lora_service, sql, folder)
     found = tokens(handle.get(timeout=60))
     log = lora_service.wait_ended([handle.id])[handle.id]
     assert len(log.attempts) == 2
-    assert found == tokens(send(lora_service, "sql", max_tokens=900).get(timeout=60))  # without a break
+    assert found == tokens(send(lora_service, "sql", max_tokens=900).get(timeout=60))  # an uninterrupted run
     assert found[:8] == sql.merged.generate(PROMPT, 8)

@@ -1,4 +1,4 @@
-"""A real worker with an engine of another package: what it serves, refuses and shows, and how it ends without one."""
+"""A real worker with an engine of another package: requests, refusals, statistics, and an end without the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TESTS = Path(__file__).parents[2]
 
 @pytest.fixture
 def start(make_service: Callable[..., Service], tmp_path: Path) -> Callable[..., tuple[Service, WorkerProcess]]:
-    """Starts a service whose worker has the other engine, with these `engine_args`."""
+    """Start a service whose worker has the other engine, with these `engine_args`."""
     other_engine.install(tmp_path)
     path = os.pathsep.join(filter(None, [str(tmp_path), str(TESTS), os.environ.get("PYTHONPATH", "")]))
 
@@ -33,7 +33,7 @@ def start(make_service: Callable[..., Service], tmp_path: Path) -> Callable[...,
     return start
 
 
-def test_a_worker_serves_what_another_engine_can_and_refuses_the_rest_by_name(
+def test_a_worker_serves_what_another_engine_supports_and_refuses_the_rest_by_name(
     start: Callable[..., tuple[Service, WorkerProcess]],
 ) -> None:
     service, worker = start({}, share_prefix_cache=True)
@@ -62,7 +62,7 @@ def test_a_worker_serves_what_another_engine_can_and_refuses_the_rest_by_name(
     assert any(line["event"].endswith(" s: other 0.1") for line in worker.log_lines())
 
 
-def test_a_worker_whose_engine_lacks_its_parts_ends_with_the_command_that_installs_them(
+def test_a_worker_whose_engine_is_not_installed_ends_with_the_install_command(
     start: Callable[..., tuple[Service, WorkerProcess]],
 ) -> None:
     _, worker = start({"fails_with": "no part"})
@@ -76,10 +76,10 @@ def test_a_worker_whose_engine_lacks_its_parts_ends_with_the_command_that_instal
     worker.assert_nothing_left()
 
 
-def test_a_worker_that_cannot_keep_tenants_apart_says_what_to_set_and_ends(
+def test_a_worker_that_cannot_separate_tenants_says_what_to_set_and_ends(
     start: Callable[..., tuple[Service, WorkerProcess]],
 ) -> None:
     _, worker = start({})
     assert worker.wait() == 1
-    assert "the engine other cannot keep the tenants' prefix caches apart" in worker.log_text()
+    assert "the engine other cannot separate the prefix caches of tenants" in worker.log_text()
     worker.assert_nothing_left()

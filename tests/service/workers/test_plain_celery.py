@@ -1,4 +1,4 @@
-"""What any Celery program can do: the producer here imports no package of ours, and asserts it."""
+"""Any Celery program can be a producer: the one here asserts that it imports no package of Headrace."""
 
 import json
 import subprocess
@@ -65,7 +65,7 @@ def test_256_requests_of_a_foreign_process_finish_with_every_token_once_and_in_o
     assert after["headrace_requests_in_flight"] == 0
 
 
-def test_chats_with_calls_and_parts_of_text_are_answered_and_null_is_the_default(service: Service) -> None:
+def test_chats_with_tool_calls_and_text_parts_are_answered_and_null_is_the_default(service: Service) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "grind", "arguments": '{"grain": "rye"}'}}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "flour"}, {"type": "text", "text": "please"}]},
@@ -82,11 +82,11 @@ def test_chats_with_calls_and_parts_of_text_are_answered_and_null_is_the_default
     assert [len(answer["outputs"][0]["token_ids"]) for answer in answers] == [16, 16]
     assert answers[0]["outputs"][0]["token_ids"] == answers[1]["outputs"][0]["token_ids"]
     refused = service.send({"messages": messages, "tools": [{"name": "grind"}], "sampling_params": params})
-    error = refused.get(timeout=60)["error"]  # this model's template would drop them in silence
+    error = refused.get(timeout=60)["error"]  # this model's template would silently drop them
     assert error["code"] == "unsupported"
 
 
-def test_a_name_that_a_message_gives_its_task_is_not_logged(service: Service) -> None:
+def test_a_task_name_from_a_message_is_not_logged(service: Service) -> None:
     named = service.send({"prompt": "x", "sampling_params": {"max_tokens": 1}}, shadow="Zanzibar")
     results([named])
     assert f"headrace.generate[{named.id}]" in service.workers[0].log_text()

@@ -1,4 +1,4 @@
-"""A request of a better priority finds no slot: one of a worse priority makes room, and its tokens stay the same."""
+"""A request of higher priority preempts one of lower priority, which gets the same tokens as without."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -38,14 +38,14 @@ def send_better(service: Service, count: int, priority: int = 0, max_tokens: int
 
 
 def any_has(service: Service, request_ids: Sequence[str], num_tokens: int) -> bool:
-    """Whether a request has so many tokens and runs, or all have ended."""
+    """Whether a running request has so many tokens, or all have ended."""
     logs = [service.stream(request_id) for request_id in request_ids]
     return any(log.num_tokens >= num_tokens and log.end is None for log in logs) or all(log.end for log in logs)
 
 
 @pytest.fixture(scope="module")
 def preempting(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A server and two workers of four slots, one of which gathers tokens into chunks."""
+    """Run a server and two workers of four slots. One of them has a publish interval."""
     with make_server() as server:
         service = Service(server, model_folder, tmp_path_factory.mktemp("preempting"))
         try:
@@ -62,7 +62,7 @@ def preempted(service: Service) -> float:
     return sum(worker.metrics().get(PREEMPTED, 0) for worker in service.workers)
 
 
-def test_a_preempted_request_ends_with_the_tokens_of_an_undisturbed_run(preempting: Service) -> None:
+def test_a_preempted_request_has_the_tokens_of_an_uninterrupted_run(preempting: Service) -> None:
     """Greedy and seeded, one choice and two, stop strings, log-probabilities, penalties, grammars."""
     counts: list[int] = []
 
@@ -81,7 +81,7 @@ def test_a_preempted_request_ends_with_the_tokens_of_an_undisturbed_run(preempti
 
 
 def check_against_undisturbed(service: Service, numbers: list[int], waves: list[tuple[int, int, int]]) -> int:
-    """Each wave is so many better requests, sent when a request of the batch has so many tokens, and their priority."""
+    """Send waves of requests of higher priority: (count, tokens that a request of the batch has by then, priority)."""
     before = preempted(service)
     handles = send_batch(service, numbers)
     undisturbed = ordered(handles, service.wait_ended([handle.id for handle in handles]))
@@ -113,14 +113,14 @@ def check_against_undisturbed(service: Service, numbers: list[int], waves: list[
 
 
 def fill(service: Service, count: int, max_tokens: int = 1500) -> list[AsyncResult]:
-    """Long requests of the worst priority, all of which run."""
+    """Start long requests of the lowest priority and wait until all run."""
     params = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True}
     handles = [service.send({"prompt": f"{n}", "sampling_params": params}, priority=9) for n in range(count)]
     service.wait_tokens([handle.id for handle in handles], at_least=3)
     return handles
 
 
-def test_several_workers_make_room_once_for_one_request(make_service: Callable[..., Service]) -> None:
+def test_several_workers_preempt_once_for_one_request(make_service: Callable[..., Service]) -> None:
     service = make_service()
     for _ in range(2):
         service.start_worker(max_num_seqs=2, preemption_wait_seconds=0)
@@ -129,8 +129,8 @@ def test_several_workers_make_room_once_for_one_request(make_service: Callable[.
     for count in (1, 2, 3):
         handles = fill(service, 4, max_tokens=500)
         service.wait_ended([handle.id for handle in (*handles, *send_better(service, count))])
-    told = [line for worker in service.workers for line in worker.log_lines() if line["event"] == "request preempted"]
-    better = [line["preempted_by"] for line in told]
+    lines = [line for worker in service.workers for line in worker.log_lines() if line["event"] == "request preempted"]
+    better = [line["preempted_by"] for line in lines]
     assert len(set(better)) == len(better) == preempted(service) >= 1
 
 
@@ -145,7 +145,7 @@ def test_a_free_slot_of_another_worker_is_used_first(make_service: Callable[...,
     assert [log.attempts for log in logs.values()] == [[1], [1]]
 
 
-def test_a_request_stays_when_it_has_made_room_often_enough(make_service: Callable[..., Service]) -> None:
+def test_a_request_is_preempted_max_preemptions_times_at_most(make_service: Callable[..., Service]) -> None:
     service = make_service()
     service.start_worker(max_num_seqs=1, preemption_wait_seconds=0).wait_ready()
     (handle,) = fill(service, 1)
@@ -169,7 +169,7 @@ def test_requests_of_one_priority_preempt_nothing(make_service: Callable[..., Se
     assert worker.metrics().get(PREEMPTED, 0) == 0
 
 
-def test_with_no_preemptions_allowed_a_better_request_waits(make_service: Callable[..., Service]) -> None:
+def test_without_preemption_a_request_of_higher_priority_waits(make_service: Callable[..., Service]) -> None:
     service = make_service()
     worker = service.start_worker(max_num_seqs=1, max_preemptions=0).wait_ready()
     (handle,) = fill(service, 1, max_tokens=300)
@@ -179,7 +179,7 @@ def test_with_no_preemptions_allowed_a_better_request_waits(make_service: Callab
     assert worker.metrics().get(PREEMPTED, 0) == 0
 
 
-def test_a_request_that_made_room_on_a_worker_that_dies_goes_on_elsewhere(make_service: Callable[..., Service]) -> None:
+def test_a_request_preempted_on_a_worker_that_dies_resumes_on_another(make_service: Callable[..., Service]) -> None:
     service = make_service()
     first = service.start_worker(max_num_seqs=1, preemption_wait_seconds=0, lease_seconds=2).wait_ready()
     (handle,) = fill(service, 1)

@@ -1,4 +1,4 @@
-"""Chunks of several steps, as a worker with an interval of publishing writes them."""
+"""A worker with a publish interval writes the tokens of several steps as one chunk."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from headrace_broker.events import ChunkEvent
 from service.workers.service import Service, assert_result_is_stream, results
 
 
-def test_tokens_of_an_interval_are_one_chunk_and_neither_the_first_nor_the_last_waits_for_it(
+def test_tokens_of_one_publish_interval_are_one_chunk_except_the_first_and_the_last(
     make_service: Callable[..., Service],
 ) -> None:
     service = make_service()

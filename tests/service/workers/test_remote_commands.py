@@ -1,4 +1,4 @@
-"""Every remote control command that Celery has, sent to a real worker by an application that knows the URL alone."""
+"""Every remote control command of Celery, sent to a real worker by an application that knows only the URL."""
 
 import base64
 import json
@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 from celery.worker.control import Panel
 
-import headrace_workers.remote_control  # noqa: F401  # the commands that a worker has
+import headrace_workers.remote_control  # noqa: F401  # registers the worker's commands
 from headrace_workers.celery_commands import REFUSED
 from service.workers.service import QUEUE, Service
 
@@ -53,7 +53,7 @@ WORKS: dict[str, tuple[dict[str, Any], str]] = {
     "resume": ({}, "resumed"),
     "log_level": ({"level": "INFO"}, "ok"),
 }
-END_THE_WORKER = {"shutdown", "drain"}  # tests of their own
+END_THE_WORKER = {"shutdown", "drain"}  # these have tests of their own
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def restore(app: Celery) -> None:
         ask(app, command)
 
 
-def test_every_command_of_this_celery_is_decided_here() -> None:
+def test_every_command_of_this_celery_has_a_case_here() -> None:
     assert set(WORKS) | set(REFUSED) | END_THE_WORKER == set(Panel.data)
 
 
@@ -86,14 +86,14 @@ def test_a_command_works(service: Service, bare: Celery, command: str) -> None:
 
 
 @pytest.mark.parametrize("command", sorted(REFUSED))
-def test_a_command_without_a_meaning_here_says_so(service: Service, bare: Celery, command: str) -> None:
+def test_a_command_without_a_meaning_here_answers_with_an_error(service: Service, bare: Celery, command: str) -> None:
     answer = ask(bare, command, {"n": 2, "task_name": "headrace.generate", "rate_limit": "1/m", "hard": 1, "max": 5})
     assert answer == {"error": REFUSED[command]}
     assert "not supported" in answer["error"] or "--" in answer["error"] or "start another" in answer["error"]
     assert service.generate(max_tokens=4).get(timeout=60)["error"] is None
 
 
-def test_a_foreign_queue_is_refused_and_the_worker_goes_on(service: Service, bare: Celery) -> None:
+def test_a_foreign_queue_is_refused_and_the_worker_continues(service: Service, bare: Celery) -> None:
     answer = ask(bare, "add_consumer", {"queue": "foreign", "exchange_type": "topic", "routing_key": "#"})
     assert QUEUE in answer["error"]
     assert service.generate(max_tokens=4).get(timeout=60)["error"] is None
@@ -124,7 +124,7 @@ def test_a_worker_whose_queue_was_cancelled_takes_nothing_and_is_not_ready(
         assert worker.health("ready")[0] == 200
 
 
-def test_a_worker_of_two_queues_may_leave_one_of_them(make_service: Callable[..., Service]) -> None:
+def test_a_worker_of_two_queues_may_stop_consuming_one(make_service: Callable[..., Service]) -> None:
     service = make_service()
     worker = service.start_worker(queues="also").wait_ready()
     with Celery(broker=service.url, backend=service.url, set_as_current=False) as app:
@@ -139,7 +139,7 @@ def test_a_worker_of_two_queues_may_leave_one_of_them(make_service: Callable[...
         assert waiting.get(timeout=60)["error"] is None
 
 
-def test_delayed_messages_are_scheduled_until_their_time(service: Service, bare: Celery) -> None:
+def test_delayed_messages_are_listed_as_scheduled_until_their_eta(service: Service, bare: Celery) -> None:
     later = service.send({"prompt": "Zanzibar"}, countdown=600, priority=3)
     soon = service.send({"prompt": "Zanzibar", "sampling_params": {"max_tokens": 2}}, countdown=300)
     service.wait_until(lambda: len(ask(bare, "scheduled")) == 2)
@@ -193,7 +193,7 @@ def test_a_shutdown_lets_running_requests_finish(make_service: Callable[..., Ser
     assert running.get(timeout=60)["usage"]["completion_tokens"] == 800
 
 
-def test_no_answer_holds_a_password(make_service: Callable[..., Service]) -> None:
+def test_no_answer_contains_a_password(make_service: Callable[..., Service]) -> None:
     service = make_service()
     secret = "Zanzibar-7"
     service.client.execute_command("ACL", "SETUSER", "boss", "on", f">{secret}", "~*", "&*", "+@all")
@@ -261,7 +261,7 @@ REPLIES = "reply.celery.pidbox"
     ],
     ids=lambda raw: "",
 )
-def test_nothing_that_is_published_ends_the_worker(service: Service, bare: Celery, raw: Any) -> None:
+def test_no_published_message_ends_the_worker(service: Service, bare: Celery, raw: Any) -> None:
     payload = raw if isinstance(raw, bytes) else published(service, raw[0], **(raw[1] if len(raw) > 1 else {}))
     assert service.client.publish("/0.celery.pidbox", payload) == 1
     assert ask(bare, "ping") == {"ok": "pong"}

@@ -25,7 +25,7 @@ def ask(service: Service, command: str, **arguments: Any) -> dict[str, Any]:
     return dict(answer)
 
 
-def test_a_worker_is_looked_at_paused_resumed_and_drained(make_service: Callable[..., Service]) -> None:
+def test_a_worker_is_inspected_paused_resumed_and_drained(make_service: Callable[..., Service]) -> None:
     service = make_service()
     worker = service.start_worker(max_num_seqs=4).wait_ready()
     running = service.generate("the wheel Zanzibar", max_tokens=LONG)
@@ -60,7 +60,7 @@ def test_a_worker_is_looked_at_paused_resumed_and_drained(make_service: Callable
     assert service.stream(last.id).num_tokens == LONG
 
 
-def test_a_drain_hands_back_what_runs_after_its_grace(make_service: Callable[..., Service]) -> None:
+def test_a_drain_hands_running_requests_back_after_its_grace_period(make_service: Callable[..., Service]) -> None:
     service = make_service()
     worker = service.start_worker(lease_seconds=60).wait_ready()
     handle = service.generate(max_tokens=2000)
@@ -70,7 +70,7 @@ def test_a_drain_hands_back_what_runs_after_its_grace(make_service: Callable[...
     assert (service.queued(), service.leased()) in ((1, 0), (0, 0))
 
 
-def test_the_workers_own_command_drains_those_that_run(
+def test_the_workers_own_command_drains_running_workers(
     make_service: Callable[..., Service], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = make_service()
@@ -92,11 +92,11 @@ def test_the_workers_own_command_drains_those_that_run(
 
 
 @pytest.mark.parametrize("flags", [["--drain", "--model", "x"], ["--worker", "x"]])
-def test_what_starts_a_worker_and_what_drains_one_do_not_mix(flags: list[str]) -> None:
+def test_options_to_start_and_to_drain_a_worker_do_not_mix(flags: list[str]) -> None:
     assert CliRunner().invoke(worker, flags).exit_code == 2
 
 
-def test_a_control_command_that_nobody_hears_fails(make_service: Callable[..., Service]) -> None:
+def test_a_control_command_that_no_worker_answers_fails(make_service: Callable[..., Service]) -> None:
     service = make_service()
     outcome = CliRunner().invoke(control, ["stats", "--timeout", "0.1", "--redis-url", service.server.url])
     assert outcome.exit_code == 1

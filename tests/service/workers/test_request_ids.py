@@ -1,4 +1,4 @@
-"""A request id belongs to the first message that came with it: a second one changes nothing of the first."""
+"""A request id belongs to the first message with it. A second message does not affect the first."""
 
 import json
 import uuid
@@ -148,7 +148,7 @@ def all_of(service: Service, request_id: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_a_second_message_of_an_id_changes_nothing_of_the_first_while_it_runs_and_when_it_has_ended(
+def test_a_second_message_of_an_id_does_not_affect_the_first_while_it_runs_or_after_its_end(
     service: Service, undisturbed: Any, attack: Callable[[str], str | bytes]
 ) -> None:
     request_id = uuid.uuid4().hex
@@ -166,7 +166,7 @@ def test_a_second_message_of_an_id_changes_nothing_of_the_first_while_it_runs_an
     before = all_of(service, request_id)
     service.client.lpush(QUEUE, attack(request_id))
     service.wait_settled()
-    service.generate(max_tokens=1).get(timeout=60)  # what the worker's other thread had to store is stored
+    service.generate(max_tokens=1).get(timeout=60)  # by now the worker's finisher has stored earlier results
     assert all_of(service, request_id) == before
     for letter in service.dead_letters():
         assert letter[b"reason"].partition(b":")[0] in (b"duplicate id", b"undecodable", b"too large", b"rejected")
@@ -190,7 +190,7 @@ def test_a_request_can_be_terminated_when_a_second_message_of_its_id_has_come(
 
 
 @pytest.mark.parametrize("attack", [more_choices, expired, malformed, undecodable, too_large, wrong_parameter])
-def test_a_second_message_of_an_id_changes_nothing_of_the_first_while_that_waits(
+def test_a_second_message_of_an_id_does_not_affect_the_first_while_it_waits(
     service: Service, undisturbed: Any, attack: Callable[[str], str | bytes]
 ) -> None:
     request_id = uuid.uuid4().hex
@@ -207,7 +207,7 @@ def test_a_second_message_of_an_id_changes_nothing_of_the_first_while_that_waits
     service.wait_settled()
 
 
-def test_two_messages_of_one_id_with_other_numbers_of_choices_do_not_pass_it_to_and_fro(
+def test_two_messages_of_one_id_with_other_numbers_of_choices_do_not_take_turns_on_it(
     make_service: Callable[..., Service],
 ) -> None:
     service = make_service()
@@ -229,7 +229,7 @@ def test_two_messages_of_one_id_with_other_numbers_of_choices_do_not_pass_it_to_
     assert handle.get(timeout=1) == result
 
 
-def test_an_id_that_a_refused_request_had_gives_no_old_answer_in_silence(service: Service) -> None:
+def test_the_id_of_a_refused_request_does_not_silently_give_its_old_answer(service: Service) -> None:
     request_id = uuid.uuid4().hex
     refused = service.send({"prompt": ""}, task_id=request_id).get(timeout=60)
     assert refused["error"]["code"] == "invalid_request"
@@ -244,7 +244,7 @@ def test_an_id_that_a_refused_request_had_gives_no_old_answer_in_silence(service
 @pytest.mark.parametrize(
     "planted", ["18446744073709551615-18446744073709551615", "9007199254740993-5", "7-18446744073709551615"]
 )
-def test_a_stream_that_nothing_can_come_behind_is_begun_anew(service: Service, undisturbed: Any, planted: str) -> None:
+def test_a_stream_that_cannot_be_extended_is_replaced(service: Service, undisturbed: Any, planted: str) -> None:
     before = service.workers[0].metrics()["headrace_streams_replaced_total"]
     waiting, running = uuid.uuid4().hex, uuid.uuid4().hex
     fields: Any = {"type": "chunk", "data": msgpack.packb({})}

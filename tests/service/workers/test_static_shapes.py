@@ -1,6 +1,6 @@
-"""The service on a device with static shapes: what controls a request and shapes its output, and ranks that die.
+"""The service on a device with static shapes: control of requests, structured outputs, and ranks that die.
 
-All other service tests run on it, too, with HEADRACE_TEST_DEVICE=static-cpu in the environment.
+All other service tests run on it too, with HEADRACE_TEST_DEVICE=static-cpu in the environment.
 """
 
 import os
@@ -14,18 +14,18 @@ from service.servers import make_server
 from service.workers.service import Service, StreamLog
 from service.workers.test_control import (
     test_a_client_cancels_a_running_request_and_its_slot_is_free_again,
-    test_a_request_whose_deadline_passes_while_it_runs_keeps_what_it_has,
+    test_a_request_whose_deadline_passes_while_it_runs_keeps_its_tokens,
     test_revoke_with_terminate_stops_a_running_request_and_ends_its_stream,
 )
 from service.workers.test_plain_celery import test_a_request_may_have_more_choices_than_the_worker_has_slots
-from service.workers.test_structured_outputs import test_a_schema_sent_through_the_queue_gives_json_that_fits_it
+from service.workers.test_structured_outputs import test_a_schema_sent_through_the_queue_gives_json_that_matches_it
 from service.workers.worker_process import WorkerProcess
 
 __all__ = [
     "test_a_client_cancels_a_running_request_and_its_slot_is_free_again",
     "test_a_request_may_have_more_choices_than_the_worker_has_slots",
-    "test_a_request_whose_deadline_passes_while_it_runs_keeps_what_it_has",
-    "test_a_schema_sent_through_the_queue_gives_json_that_fits_it",
+    "test_a_request_whose_deadline_passes_while_it_runs_keeps_its_tokens",
+    "test_a_schema_sent_through_the_queue_gives_json_that_matches_it",
     "test_revoke_with_terminate_stops_a_running_request_and_ends_its_stream",
 ]
 
@@ -43,12 +43,12 @@ def static_service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def service(static_service: Service) -> Service:
-    """In place of the one that the imported tests share elsewhere."""
+    """Replaces the fixture that the imported tests use elsewhere."""
     static_service.wait_settled()
     return static_service
 
 
-def test_a_rank_that_is_killed_costs_a_restart_of_the_engine_and_no_request_a_token(
+def test_a_killed_rank_restarts_the_engine_and_loses_no_token(
     make_service: Callable[..., Service],
 ) -> None:
     service = make_service()
@@ -81,5 +81,5 @@ def generate(service: Service) -> list[StreamLog]:
 
 
 def ranks(worker: WorkerProcess) -> list[int]:
-    """The processes of all ranks but the first."""
+    """List the processes of all ranks except the first."""
     return [pid for pid in worker.processes() if b"static.worker_rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]

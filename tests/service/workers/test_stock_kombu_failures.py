@@ -1,7 +1,7 @@
-"""Five ways in which stock kombu loses or multiplies messages, and what the lease transport does in the same place.
+"""Failures in which stock kombu loses or repeats messages, and the lease transport does not.
 
-Each is a pair of tests: `..._stock_kombu` shows on a plain Celery worker that the failure is there, with the safest
-settings that Celery has, and the other that a worker of ours does not have it.
+Each is a pair of tests. `..._stock_kombu` shows the failure on a plain Celery worker, with the safest settings that
+Celery has. The other shows that a Headrace worker does not have it.
 """
 
 import json
@@ -29,7 +29,7 @@ ODD_BODIES = [[5, {}, EMBED], [[], 7, EMBED], 5]
 
 @pytest.fixture(scope="module")
 def shared(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A server that keeps what it is told, and our worker on it."""
+    """Run a server that syncs each write to disk, and a Headrace worker on it."""
     with make_server(appendonly=True) as server:
         service = Service(server, model_folder, tmp_path_factory.mktemp("leases"))
         service.client.config_set("appendfsync", "always")
@@ -41,7 +41,7 @@ def shared(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def service(shared: Service) -> Iterator[Service]:
-    """With one worker that lives, and no message."""
+    """Provide the service with one running worker and no message."""
     shared.forget()
     if not shared.workers:
         shared.start_worker(lease_seconds=LEASE_SECONDS)
@@ -53,7 +53,7 @@ def service(shared: Service) -> Iterator[Service]:
 
 @pytest.fixture
 def stock(make_service: Callable[..., Service], tmp_path: Path) -> Iterator[tuple[Service, StockWorker]]:
-    """A server of its own, and a stock worker on it. The service sends and looks; it has no worker of ours."""
+    """Run a server of its own and a stock worker on it. The service has no Headrace worker."""
     service = make_service(appendonly=True)
     service.client.config_set("appendfsync", "always")
     worker = StockWorker(service.server.url, tmp_path / "stock.log")
@@ -62,7 +62,7 @@ def stock(make_service: Callable[..., Service], tmp_path: Path) -> Iterator[tupl
     worker.close()
 
 
-def nowhere(service: Service) -> bool:
+def has_no_message(service: Service) -> bool:
     """Whether stock kombu has no message at all: queued, or noted as delivered and not acknowledged."""
     return service.queued() == 0 and service.client.hlen("unacked") == 0
 
@@ -76,7 +76,7 @@ def send(service: Service) -> list[Any]:
 
 
 def start(service: Service) -> list[Any]:
-    """Requests that are running, and will for a while."""
+    """Start requests that run for a while."""
     handles = send(service)
     service.wait_tokens([handle.id for handle in handles], at_least=3)
     return handles
@@ -106,7 +106,7 @@ def test_1_a_live_request_is_received_again_and_again__stock_kombu(stock: tuple[
 
 def test_1_a_live_request_is_received_once_however_long_it_runs(service: Service) -> None:
     pid = service.workers[0].engine_pid()
-    os.kill(pid, signal.SIGSTOP)  # the requests last as long as is wanted; their worker is well
+    os.kill(pid, signal.SIGSTOP)  # the requests last as long as the test needs; their worker is not stopped
     try:
         handles = send(service)
         service.wait_until(lambda: len(renewals(service)) == len(handles))
@@ -130,13 +130,13 @@ def test_2_a_message_is_lost_with_the_worker_that_waited_for_it__stock_kombu(
 ) -> None:
     service, worker = stock
     handle = send_to_the_stopped(service, worker, "0")
-    service.wait_until(lambda: service.queued() == 0)  # BRPOP was answered, into the socket of a process that is still
+    service.wait_until(lambda: service.queued() == 0)  # the answer to BRPOP is in the socket of a stopped process
     worker.kill()
-    assert nowhere(service)
+    assert has_no_message(service)
     assert receipts(service.client, handle.id) == 0
 
 
-def test_2_a_message_outlives_the_worker_that_waited_for_it(service: Service) -> None:
+def test_2_a_message_survives_the_worker_that_waited_for_it(service: Service) -> None:
     worker = service.workers[0]
     handle = send_to_the_stopped(service, worker, "the wheel")
     worker.kill()
@@ -165,7 +165,7 @@ def test_3_running_requests_are_received_again_after_a_lost_connection__stock_ko
     service.wait_until(lambda: any(receipts(service.client, name) > count for name, count in before.items()))
 
 
-def test_3_running_requests_go_on_after_a_lost_connection(service: Service) -> None:
+def test_3_running_requests_continue_after_a_lost_connection(service: Service) -> None:
     handles = start(service)
     worker = service.workers[0]
     lost = worker.log_text().count("Connection to broker lost")
@@ -182,7 +182,7 @@ def test_4_a_killed_redis_ends_the_worker__stock_kombu(stock: tuple[Service, Sto
     handle = service.send({"prompt": "2"})
     service.wait_until(lambda: receipts(service.client, handle.id) > 0)
     service.server.kill()
-    worker.wait()  # by itself, though nobody asked it to end
+    worker.wait()  # it ends although it got no signal
     assert "Unrecoverable error: AttributeError" in worker.log_text()
     service.server.start()
 
@@ -196,7 +196,7 @@ def test_4_a_killed_redis_delays_requests(service: Service) -> None:
     assert service.workers[0].process.poll() is None
 
 
-# 5. Messages that nobody can read.
+# 5. Messages that cannot be decoded.
 
 
 @pytest.mark.parametrize("raw", GARBAGE)
@@ -204,7 +204,7 @@ def test_5_garbage_ends_the_worker_and_is_lost__stock_kombu(stock: tuple[Service
     service, worker = stock
     service.client.lpush(QUEUE, raw)
     worker.wait()
-    assert nowhere(service)
+    assert has_no_message(service)
 
 
 @pytest.mark.parametrize("raw", GARBAGE)
@@ -221,15 +221,15 @@ def test_5_garbage_becomes_a_dead_letter(service: Service, raw: bytes) -> None:
 # ... and one that is a message, but whose arguments are no list or no map.
 
 
-def test_6_odd_arguments_end_the_worker_and_the_next_one__stock_kombu(stock: tuple[Service, StockWorker]) -> None:
+def test_6_invalid_arguments_end_the_worker_and_the_next_one__stock_kombu(stock: tuple[Service, StockWorker]) -> None:
     service, worker = stock
     service.client.lpush(QUEUE, json.dumps(message(msgpack.packb(5))))
     worker.wait()
-    assert not nowhere(service)  # it waits for its next victim
+    assert not has_no_message(service)  # the message will end the next worker too
 
 
 @pytest.mark.parametrize("body", ODD_BODIES, ids=str)
-def test_6_odd_arguments_are_answered(service: Service, body: Any) -> None:
+def test_6_invalid_arguments_are_answered(service: Service, body: Any) -> None:
     request_id = "odd-arguments"
     service.client.delete(f"headrace:stream:{request_id}", f"celery-task-meta-{request_id}")
     service.client.lpush(QUEUE, json.dumps(message(msgpack.packb(body), request_id=request_id)))

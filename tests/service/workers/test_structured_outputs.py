@@ -1,4 +1,4 @@
-"""Forms asked for by a plain Celery producer: met, or refused with a sentence."""
+"""Structured outputs for a plain Celery producer: followed, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def generate(service: Service, structured_outputs: Any, **params: Any) -> dict[s
 
 
 @pytest.mark.parametrize("schema", [SCHEMA, json.dumps(SCHEMA)], ids=["map", "text"])
-def test_a_schema_sent_through_the_queue_gives_json_that_fits_it(service: Service, schema: Any) -> None:
+def test_a_schema_sent_through_the_queue_gives_json_that_matches_it(service: Service, schema: Any) -> None:
     answer = generate(service, {"json": schema, "disable_any_whitespace": True}, n=2)
     assert answer["error"] is None
     for output in answer["outputs"]:
@@ -45,7 +45,7 @@ def test_a_schema_sent_through_the_queue_gives_json_that_fits_it(service: Servic
         ({}, "exactly one of"),
     ],
 )
-def test_a_form_that_cannot_be_used_is_refused_with_its_reason(
+def test_invalid_structured_outputs_are_refused_with_the_reason(
     service: Service, structured_outputs: Any, reason: str
 ) -> None:
     answer = generate(service, structured_outputs)

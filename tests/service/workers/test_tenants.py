@@ -28,7 +28,7 @@ def test_a_light_tenants_request_is_served_before_a_heavy_tenants_backlog(
     service.wait_settled()
 
 
-def test_a_tenant_pays_for_the_tokens_of_its_requests(make_service: Callable[..., Service]) -> None:
+def test_a_tenant_is_charged_for_the_tokens_of_its_requests(make_service: Callable[..., Service]) -> None:
     service = make_service()
     service.start_worker(tenant_weights="acme=2")
     result = send(service, "acme", max_tokens=30).get(timeout=DEADLINE)
@@ -38,7 +38,7 @@ def test_a_tenant_pays_for_the_tokens_of_its_requests(make_service: Callable[...
     assert service.client.zscore(f"headrace:share:served:{QUEUE}", "acme") == tokens / 2
 
 
-def test_what_a_stock_producer_sends_over_its_tenants_quota_ends_with_an_error(
+def test_a_request_of_a_stock_producer_over_its_tenants_quota_ends_with_an_error(
     make_service: Callable[..., Service],
 ) -> None:
     service = make_service()
@@ -49,7 +49,7 @@ def test_what_a_stock_producer_sends_over_its_tenants_quota_ends_with_an_error(
     error = refused.get(timeout=DEADLINE)["error"]
     assert error == {
         "code": "quota_exceeded",
-        "message": "the queue holds 3 requests of this tenant, which is as many as it may",
+        "message": "the queue holds 3 requests of this tenant, which is its limit",
     }
     log = service.wait_ended([refused.id])[refused.id]
     assert log.end is not None
@@ -67,7 +67,7 @@ def cached(service: Service, tenant: str | None, prompt: list[int]) -> int:
     return tokens
 
 
-def test_a_tenant_does_not_learn_from_the_prefix_cache_what_another_has_sent(
+def test_a_tenant_does_not_hit_the_prefix_cache_of_another(
     make_service: Callable[..., Service],
 ) -> None:
     service = make_service()
@@ -77,7 +77,7 @@ def test_a_tenant_does_not_learn_from_the_prefix_cache_what_another_has_sent(
     assert all(cached(service, tenant, prompt) >= 128 for tenant in ("a", "b", None))
 
 
-def test_tenants_that_trust_each_other_may_share_the_prefix_cache(make_service: Callable[..., Service]) -> None:
+def test_tenants_share_the_prefix_cache_if_the_setting_says_so(make_service: Callable[..., Service]) -> None:
     service = make_service()
     service.start_worker(share_prefix_cache=True)
     prompt = [5 + number % 50 for number in range(200)]
@@ -85,7 +85,7 @@ def test_tenants_that_trust_each_other_may_share_the_prefix_cache(make_service: 
     assert all(cached(service, tenant, prompt) >= 128 for tenant in ("b", None))
 
 
-def test_slow_grammars_of_one_tenant_do_not_hold_up_a_request_of_another(make_service: Callable[..., Service]) -> None:
+def test_slow_grammars_of_one_tenant_do_not_delay_a_request_of_another(make_service: Callable[..., Service]) -> None:
     service = make_service()
     service.start_worker(lease_seconds=2).wait_ready()
     send(service, "light").get(timeout=DEADLINE)

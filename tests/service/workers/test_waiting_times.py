@@ -1,4 +1,4 @@
-"""How long requests wait, as metrics tell it, where the producer does not say when it sent them."""
+"""Metrics measure how long requests wait, even if the producer does not say when it sent them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ SUMS = ("headrace_queue_wait_seconds", "headrace_time_to_first_token_seconds", "
 
 
 @pytest.mark.parametrize("hours", [-3, 3], ids=["behind", "ahead"])
-def test_plain_celery_moves_all_figures_whatever_the_workers_clock_says(
+def test_waiting_times_of_plain_celery_are_measured_whatever_the_workers_clock_says(
     make_service: Callable[..., Service], tmp_path: Path, hours: float
 ) -> None:
     service = make_service()
@@ -22,7 +22,7 @@ def test_plain_celery_moves_all_figures_whatever_the_workers_clock_says(
     ask(service, "pause")
     handles = [service.generate("the wheel"), service.generate("the other wheel")]
     service.wait_until(lambda: worker.metrics()[AGE] > 0)
-    assert service.client.llen("headrace.tiny") == 0  # a worker without room sorts all the same
+    assert service.client.llen("headrace.tiny") == 0  # a worker without room sorts messages too
     ask(service, "resume")
     service.wait_ended([handle.id for handle in handles])
     service.wait_settled()

@@ -1,4 +1,4 @@
-"""kill -9 of a worker in the middle of generations: another one continues each at the exact next token."""
+"""After kill -9 of a worker under load, another resumes each request at the exact next token."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ def sampled(number: int) -> dict[str, Any]:
     """Seeds, two choices, log-probabilities, penalties and stop strings: everything that depends on the past."""
     params: dict[str, Any] = {"temperature": 0.9, "seed": number, "n": 2, "max_tokens": TOKENS, "ignore_eos": True}
     if number % 2:
-        # never met, so that text is held back at all times
+        # never reached, so that text is always held back
         params["stop"] = ["the mill wheel that never turned", "zzzzzzz"]
     if number % 4 == 0:
         params |= {"logprobs": 2, "presence_penalty": 0.5, "repetition_penalty": 1.1}
@@ -33,7 +33,7 @@ def sampled(number: int) -> dict[str, Any]:
 
 
 def early_stop(number: int) -> dict[str, Any]:
-    """Choices that end at different times, on strings that are met sooner or later."""
+    """Choices that end at different times, on different stop strings."""
     return {
         "temperature": 1.0,
         "seed": number,
@@ -46,7 +46,7 @@ def early_stop(number: int) -> dict[str, Any]:
 
 
 def structured(number: int) -> dict[str, Any]:
-    """Forms whose grammars must be where they were at every cut; some have complete texts long before max_tokens."""
+    """Grammars that must resume in the same state at every cut. Some allow an end long before max_tokens."""
     forms: list[dict[str, Any]] = [
         {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 80}},
         {"regex": "([a-m]{5}-[n-z]{5}\\.){12,20}"},
@@ -84,7 +84,7 @@ def mixed(number: int) -> dict[str, Any]:
         (mixed, 6, "static-cpu", 0),
     ],
 )
-def test_a_second_worker_continues_what_a_killed_one_left_and_nobody_can_tell(
+def test_a_second_worker_resumes_the_requests_of_a_killed_one_without_a_difference(
     make_service: Callable[..., Service],
     params: Callable[[int], dict[str, Any]],
     count: int,

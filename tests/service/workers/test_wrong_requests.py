@@ -1,4 +1,4 @@
-"""Wrong requests: each is answered where it can be, and costs the worker nothing."""
+"""Invalid requests are answered if they can be, and do not affect the worker."""
 
 import json
 import uuid
@@ -72,7 +72,7 @@ HI = [{"role": "user", "content": "hi"}]
         ({"prompt": b"\xff\xfe"}, "invalid_request", ["prompt"]),
     ],
 )
-def test_a_request_that_makes_no_sense_is_refused_with_the_reason(
+def test_an_invalid_request_is_refused_with_the_reason(
     service: Service, kwargs: Any, code: str, words: list[str]
 ) -> None:
     handle = service.send(kwargs)
@@ -172,7 +172,7 @@ def test_a_message_without_an_id_becomes_a_dead_letter(service: Service, raw: by
     ],
     ids=lambda headers: "",
 )
-def test_odd_optional_headers_count_as_absent(service: Service, headers: dict[str, Any]) -> None:
+def test_invalid_optional_headers_count_as_absent(service: Service, headers: dict[str, Any]) -> None:
     request_id = "odd-headers"
     service.client.delete(f"headrace:stream:{request_id}", f"celery-task-meta-{request_id}")
     service.client.lpush(QUEUE, json.dumps(message(GOOD_BODY, request_id=request_id, **headers)))
@@ -194,7 +194,7 @@ def test_a_flood_of_wrong_requests_does_not_delay_good_ones(service: Service) ->
     assert after[rejected] - before[rejected] == 40
 
 
-def test_a_broken_stream_key_refuses_one_request_and_no_other(service: Service) -> None:
+def test_a_stream_key_of_the_wrong_type_fails_only_its_own_request(service: Service) -> None:
     request_id = "no-stream"
     service.client.set(f"headrace:stream:{request_id}", "somebody wrote a string here")
     handle = service.send({"prompt": "x", "sampling_params": GOOD_PARAMS}, task_id=request_id)
@@ -205,7 +205,7 @@ def test_a_broken_stream_key_refuses_one_request_and_no_other(service: Service) 
     assert_still_serves(service)
 
 
-def test_a_stream_that_turns_into_something_else_ends_one_request_and_no_other(service: Service) -> None:
+def test_a_stream_replaced_by_another_type_ends_only_its_own_request(service: Service) -> None:
     victim = service.generate(max_tokens=1500)
     other = service.generate(max_tokens=400)
     service.wait_tokens([victim.id, other.id], at_least=3)

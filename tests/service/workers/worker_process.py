@@ -1,6 +1,6 @@
-"""`WorkerProcess`: a real `headrace worker` in a process of its own, as an operator would run it, and what it leaves.
+"""`WorkerProcess`: a real `headrace worker` in a process of its own, as an operator would run it.
 
-Every process that descends from a worker carries the worker's marker in its environment, so that none can hide.
+Every descendant of a worker has the worker's marker in its environment, so that tests find all of them.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ from headrace_broker.embedded import die_with_parent
 HEADRACE = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "worker"]
 _MARKER = "HEADRACE_TEST_MARKER"
 DEVICE_VARIABLE = "HEADRACE_TEST_DEVICE"
-"""Names the device of every worker whose test asks for none, to run all service tests on another runner."""
+"""Device of every worker whose test names none, to run all service tests on another runner."""
 _ENGINES = (b"headrace_engine.core.child", b"headrace_engine_vllm.child")
 PATIENCE = 150.0
-"""Seconds that only a failure takes in full; a slow machine may need much of it."""
+"""Seconds. Only a failure takes all of them, but a slow machine may need many."""
 
 
 class WorkerProcess:
-    """A worker of the model in `model`; its settings are environment variables without their prefix.
+    """A worker of the model in `model`. `settings` are environment variables without their prefix.
 
     Args:
-        environ: other variables that it is to have.
+        environ: other environment variables of the worker.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class WorkerProcess:
         return self.log.read_text(errors="replace")
 
     def log_lines(self) -> list[dict[str, Any]]:
-        """The log's events; what is not one of ours is left out."""
+        """Read the log's events, without lines that are not JSON."""
         events = []
         for line in self.log_text().splitlines():
             with contextlib.suppress(ValueError):
@@ -86,7 +86,7 @@ class WorkerProcess:
         return events
 
     def wait_for_log(self, pattern: str, timeout: float = PATIENCE, count: int = 1) -> "re.Match[str]":
-        """Wait until the pattern stands in the log so many times; returns the last of them."""
+        """Wait until the pattern is in the log `count` times, and return the last match."""
         deadline = time.monotonic() + timeout
         while True:
             found = list(re.finditer(pattern, self.log_text()))
@@ -112,12 +112,12 @@ class WorkerProcess:
         return self.wait_for_log(r"metrics on (http://[^/]+)/metrics")[1]
 
     def health(self, probe: str) -> tuple[int, str]:
-        """Status and body of /health/<probe>; 0 where nobody answers."""
+        """Get status and body of /health/<probe>; status 0 without an answer."""
         return _get(f"{self.url}/health/{probe}")
 
     def metrics(self) -> dict[str, float]:
-        """Every series of /metrics, by name and labels without the model and the queue."""
-        time.sleep(0.11)  # the worker renders ten times a second at most, and what is wanted is the state now
+        """Read every series of /metrics, by name and labels without the model and the queue."""
+        time.sleep(0.11)  # the worker renders ten times a second at most, and the test needs the current state
         series = {}
         for line in _get(f"{self.url}/metrics")[1].splitlines():
             if not line.startswith("#"):
@@ -127,7 +127,7 @@ class WorkerProcess:
         return series
 
     def engine_pid(self) -> int:
-        """The engine's process; waits until there is one."""
+        """Wait for the engine's process and return its id."""
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             for pid in self.processes():
@@ -137,7 +137,7 @@ class WorkerProcess:
         raise AssertionError("the worker has no engine process")
 
     def processes(self) -> list[int]:
-        """Every living process that descends from the worker, and itself."""
+        """List the worker and all its living descendants."""
         marker = f"{_MARKER}={self.marker}".encode()
         return [
             int(folder.name)
@@ -146,7 +146,7 @@ class WorkerProcess:
         ]
 
     def kill(self) -> None:
-        """As a crash would: no goodbye."""
+        """Kill the worker as a crash would, without a shutdown."""
         self.process.kill()
         self.process.wait()
 
@@ -160,7 +160,7 @@ class WorkerProcess:
             raise AssertionError(f"the worker has not ended after {timeout} s:\n{self.log_text()[-4000:]}") from None
 
     def assert_nothing_left(self) -> None:
-        """The worker and all that it started are gone; the kernel may take a moment to end an orphan."""
+        """Assert that the worker and all its descendants have ended. The kernel may take a moment to end an orphan."""
         deadline = time.monotonic() + PATIENCE
         while self.processes():
             assert time.monotonic() < deadline, f"left behind: {[_read(pid, 'cmdline') for pid in self.processes()]}"

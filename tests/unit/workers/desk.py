@@ -1,4 +1,4 @@
-"""`Desk`: a dispatcher among stand-ins, for the tests of what it does."""
+"""`Desk`: a dispatcher with fakes of its environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace_workers.adapters import Adapters
 from headrace_workers.dispatcher import Dispatcher
 from headrace_workers.preemption import Preemption
 from headrace_workers.preparation_lane import Answer, Verdict
-from headrace_workers.preparation_process import GrammarMemory, Preparer
+from headrace_workers.preparation_process import GrammarCachingProcessor, Preparer
 from unit.monitoring.scrape import Scrape
 from unit.workers.fakes import (
     CAPABILITIES,
@@ -31,7 +31,7 @@ from unit.workers.fakes import (
 
 
 class InlineLane:
-    """Prepares each request as the process would, at once, or when the test says so."""
+    """Prepares each request in this process, at once or when the test calls `answer`."""
 
     def __init__(self, *, on_answer: Answer, on_verdict: Verdict) -> None:
         self.is_held = False
@@ -50,7 +50,7 @@ class InlineLane:
 
     def configure(self, settings: dict[str, Any]) -> None:
         tokenizer: Any = FakeTokenizer()
-        processor = GrammarMemory(
+        processor = GrammarCachingProcessor(
             MODEL,
             tokenizer,
             logits_processors=load_logits_processors(settings["logits_processors"]),
@@ -69,7 +69,7 @@ class InlineLane:
             self.answer()
 
     def answer(self, *answer: Any) -> None:
-        """The first that is waiting; with this answer, where one is given."""
+        """Answer the first request; with this answer, if one is given."""
         number = next(iter(self.submitted))
         values = self.submitted.pop(number)
         work = self.preparer.answer if number > 0 else self.preparer.answer_call
@@ -83,7 +83,7 @@ class InlineLane:
 
 
 class Desk:
-    """A dispatcher and everything around it."""
+    """A dispatcher with fakes of its environment."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class Desk:
         return request
 
     def generate(self, *token_ids: int, finish: FinishReason | None = None, waiting: int = 0) -> None:
-        """One step: a token for each request that the engine was sent last."""
+        """Run one step that generates one token for each sent request."""
         outputs = [
             EngineCoreOutput(request_id=request.request_id, new_token_ids=[token_id], finish_reason=finish)
             for request, token_id in zip(self.engine.sent, token_ids, strict=True)
@@ -150,7 +150,7 @@ class Desk:
         self.dispatcher.on_engine_outputs(step(*outputs, waiting=waiting))
 
     def settle(self) -> None:
-        """Let the finisher's thread come to rest."""
+        """Wait until the finisher's thread is idle."""
         deadline = time.monotonic() + 60
         while self.dispatcher.settlement._finisher.busy:
             assert time.monotonic() < deadline
@@ -158,7 +158,7 @@ class Desk:
         self.hub.run_soon()
 
     def wait_soon(self) -> None:
-        """Until another thread has something for the event loop, which is done."""
+        """Wait until another thread has scheduled a call on the event loop, and run it."""
         deadline = time.monotonic() + 60
         while not self.hub.soon:
             assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""Stand-ins for what a worker's parts talk to: event loop, engine process, tokenizer, Celery's requests, Redis."""
+"""Fakes of the worker's environment: event loop, engine process, tokenizer, Celery's requests, Redis."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CAPABILITIES = EngineCapabilities.of_everything(draws="fake-1", stats=STEP_STATS
 
 
 class FakeTokenizer:
-    """A token for each letter."""
+    """Makes one token of each letter."""
 
     eos_token_id = None
 
@@ -71,7 +71,7 @@ class FakeTimer:
 
 
 class FakeHub:
-    """kombu's hub as far as it is used, on a clock that the test sets."""
+    """The part of kombu's hub that the worker uses, on a clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -94,11 +94,11 @@ class FakeHub:
         self.readers.pop(fd, None)
 
     def pending(self) -> list[float]:
-        """In how many seconds the timers are due."""
+        """Seconds until each timer is due."""
         return [timer.at - self.now for timer in self.timers if not timer.cancelled]
 
     def advance(self) -> None:
-        """To the next timer, which is run."""
+        """Set the clock to the next timer and run it."""
         timer = min((timer for timer in self.timers if not timer.cancelled), key=lambda timer: timer.at)
         self.timers.remove(timer)
         self.now = timer.at
@@ -110,7 +110,7 @@ class FakeHub:
 
 
 class FakeProcess:
-    """An engine process: what the test puts into `news` is received."""
+    """An engine process. The supervisor receives what the test appends to `outbox`."""
 
     numbers = itertools.count(1)
 
@@ -120,7 +120,7 @@ class FakeProcess:
         self.is_ready = False
         self.model_info = MODEL
         self.capabilities = CAPABILITIES
-        self.news: list[EngineCoreOutputs | Exception] = []
+        self.outbox: list[EngineCoreOutputs | Exception] = []
         self.requests: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
         self.calls: list[str] = []
@@ -134,18 +134,18 @@ class FakeProcess:
         return self._reader
 
     def speak(self) -> None:
-        """Makes it readable until it is read."""
+        """Make the process readable until it is read."""
         os.write(self._writer, b"x")
 
     def receive(self) -> list[EngineCoreOutputs]:
         if select.select([self._reader], [], [], 0)[0]:
             os.read(self._reader, 1)
         steps: list[EngineCoreOutputs] = []
-        while self.news:
-            news = self.news.pop(0)
-            if isinstance(news, Exception):
-                raise news
-            steps.append(news)
+        while self.outbox:
+            received = self.outbox.pop(0)
+            if isinstance(received, Exception):
+                raise received
+            steps.append(received)
         return steps
 
     def call(self, method: str) -> Future[Any]:
@@ -179,7 +179,7 @@ def step(*outputs: EngineCoreOutput, waiting: int = 0) -> EngineCoreOutputs:
 
 
 class FakeSupervisor:
-    """The engine as the dispatcher sees it."""
+    """The engine's supervisor for a dispatcher."""
 
     def __init__(self) -> None:
         self.is_ready = True
@@ -190,7 +190,7 @@ class FakeSupervisor:
         self.aborted: list[str] = []
         self.send_error: Exception | None = None
         self.has_work = False
-        self.forgiven = 0
+        self.num_death_resets = 0
         self.failures: list[Exception] = []
 
     def send(self, requests: Any) -> None:
@@ -204,15 +204,15 @@ class FakeSupervisor:
     def check_progress(self, *, has_work: bool) -> None:
         self.has_work = has_work
 
-    def forgive(self) -> None:
-        self.forgiven += 1
+    def reset_deaths(self) -> None:
+        self.num_death_resets += 1
 
     def fail(self, error: Exception) -> None:
         self.failures.append(error)
 
 
 class FakeCeleryRequest:
-    """A received message, and what became of it."""
+    """A received message that records what the worker does with it."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class FakeCeleryRequest:
         self.is_revoked = False
         self.fate: list[str] = []
         self.results: dict[str, dict[str, Any]] = {}
-        self.burial: str | None = None
+        self.dead_letter_reason: str | None = None
         self.tokens: int | None = None
         self.over_quota: int = headers.pop("over_quota", 0)
         self.queued_at: float | None = headers.pop("queued_at", None)
@@ -265,7 +265,7 @@ class FakeCeleryRequest:
         self.results[self.id] = result
 
     def finish_as_dead_letter(self, reason: DeadLetterReason, detail: str) -> None:
-        self.burial = reason.saying(detail)
+        self.dead_letter_reason = reason.saying(detail)
 
     def hand_back(self, *, strike: bool = False, is_preempted: bool = False) -> None:
         assert not (strike and is_preempted)
@@ -274,8 +274,8 @@ class FakeCeleryRequest:
     def postpone(self, seconds: float, *, keeps_place: bool = False) -> None:
         self.fate.append(f"postponed by {seconds:.0f} s" + (" at its place" if keeps_place else ""))
 
-    def set_aside(self) -> None:
-        self.fate.append("set aside")
+    def reject_duplicate(self) -> None:
+        self.fate.append("rejected as duplicate")
 
     def let_go(self) -> None:
         self.fate.append("let go")
@@ -331,7 +331,7 @@ class FakePipeline:
 
 
 class FakeScript:
-    """A script of a `FakeRedis`, whose text is its own hash."""
+    """A script of a `FakeRedis`; its text stands for its hash."""
 
     def __init__(self, redis: FakeRedis, text: str) -> None:
         self._redis = redis
@@ -342,7 +342,7 @@ class FakeScript:
 
 
 class FakeConnection:
-    """Runs a script of a `FakeRedis` when it is asked for the reply."""
+    """Runs a script of a `FakeRedis` when its reply is read."""
 
     def __init__(self, redis: FakeRedis) -> None:
         self._redis = redis
@@ -359,7 +359,7 @@ class FakeConnection:
 
 
 class FakeRedis:
-    """Just the stream scripts, in Python, some plain keys, and an error to raise instead."""
+    """The stream scripts in Python, some plain keys, and an error to raise instead."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -367,7 +367,7 @@ class FakeRedis:
         self.streams: dict[str, list[tuple[int, int, str, dict[str, Any]]]] = {}
         self.error: Exception | None = None
         self.refuses_all = True
-        """Whether the error is the answer to everything, or to the scripts alone."""
+        """Whether all commands raise the error, or only the scripts."""
         self.publishes = 0
         self._scripts = {
             script("stream_prelude", f"stream_{name}").text: getattr(self, f"_{name}")

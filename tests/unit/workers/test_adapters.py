@@ -105,5 +105,5 @@ def test_a_message_gets_the_adapter_that_it_names_or_is_refused(tmp_path: Path) 
     desk.settle()
     assert desk.results["r3"]["error"] == {
         "code": "invalid_request",
-        "message": "tiny has no LoRA adapter of the name 'other'",
+        "message": "tiny has no LoRA adapter named 'other'",
     }

@@ -1,4 +1,4 @@
-"""What a worker tells of its settings: no password, however the server's URL says it."""
+"""A worker shows its settings without passwords, wherever the server's URL has them."""
 
 import json
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from headrace_workers.celery_commands import conf, report
         "sentinel://boss:Zanzibar@h1:26379,h2:26379/0?master=m&sentinel_password=Zanzibar",
     ],
 )
-def test_settings_are_told_without_passwords(url: str) -> None:
+def test_settings_are_shown_without_passwords(url: str) -> None:
     app = make_app(BrokerSettings(redis_url=url), worker=True, models=["m"])
     state = SimpleNamespace(app=app)
     told = json.dumps([conf(state), conf(state, with_defaults=True), report(state)])

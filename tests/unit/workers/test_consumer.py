@@ -1,4 +1,4 @@
-"""Celery's events wait for each other; the consumer is made without a connection."""
+"""Celery's events are sent in batches. The consumer is made without a connection."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ class Producer:
         self.published.append(body)
 
 
-def test_events_wait_until_they_are_flushed_and_go_out_together() -> None:
+def test_events_are_sent_together_at_the_next_flush() -> None:
     producer = Producer()
     consumer: Any = EngineConsumer.__new__(EngineConsumer)
     consumer.hub = None  # which is not to be asked for a turn

@@ -1,4 +1,4 @@
-"""What a control message may say."""
+"""Control messages are checked before they run."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def read(**changes: Any) -> ControlMessage:
     return ControlMessage.read(message | changes, REPLIES)
 
 
-def test_what_celery_sends_is_read() -> None:
+def test_a_message_of_celery_is_read() -> None:
     reply_to = {"exchange": REPLIES, "routing_key": "7a5b"}
     command = read(arguments={"a": 1}, destination=["w@h"], reply_to=reply_to, ticket="t")
     assert (command.method, command.arguments, command.routing_key, command.ticket) == ("ping", {"a": 1}, "7a5b", "t")
@@ -29,7 +29,7 @@ def test_a_glob_chooses_workers() -> None:
     assert not read(pattern="x@*", matcher="glob").is_for("w@h")
 
 
-def test_no_worker_tries_a_regular_expression_of_a_stranger() -> None:
+def test_a_regular_expression_is_refused() -> None:
     with pytest.raises(ControlMessageError, match="glob"):
         read(pattern="(a+)+$", matcher="pcre").is_for("aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa!")
 
@@ -61,6 +61,6 @@ def test_a_message_that_celery_never_sends_is_refused(changes: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("body", [None, 5, "ping", ["ping"]])
-def test_a_message_that_is_no_map_is_refused(body: Any) -> None:
+def test_a_message_that_is_not_a_map_is_refused(body: Any) -> None:
     with pytest.raises(ControlMessageError):
         ControlMessage.read(body, REPLIES)

@@ -1,4 +1,4 @@
-"""The dispatcher's books under faults: no request is lost, doubled or left behind."""
+"""The dispatcher under faults: no request is lost, run twice or left over."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def desk() -> Desk:
     return Desk()
 
 
-def test_a_request_goes_its_way_and_leaves_nothing_behind(desk: Desk) -> None:
+def test_a_request_runs_to_its_end_and_leaves_no_state(desk: Desk) -> None:
     request = desk.accept(FakeCeleryRequest())
     assert desk.dispatcher.credit() == 3
     desk.generate(13)
@@ -36,23 +36,21 @@ def test_a_request_goes_its_way_and_leaves_nothing_behind(desk: Desk) -> None:
     assert desk.value("headrace_generation_tokens_total") == 2
 
 
-def test_every_token_counts_and_every_one_behind_a_choices_first_step_is_a_gap(desk: Desk) -> None:
+def test_every_token_is_counted_and_each_after_a_choices_first_step_has_an_interval(desk: Desk) -> None:
     desk.accept(FakeCeleryRequest("r1", {"prompt": "abc", "sampling_params": {"max_tokens": 4, "n": 2}}))
     desk.accept(FakeCeleryRequest("r2"))
     for counts in ((1, 1, 1), (2, 1, 3)):
-        news = [
+        outputs = [
             EngineCoreOutput(request_id=choice.request_id, new_token_ids=[13] * count)
             for choice, count in zip(desk.engine.sent, counts, strict=True)
         ]
-        desk.dispatcher.on_engine_outputs(step(*news))
+        desk.dispatcher.on_engine_outputs(step(*outputs))
     assert desk.value("headrace_generation_tokens_total") == 9
     assert desk.value("headrace_inter_token_latency_seconds_count") == 6
 
 
 @pytest.mark.parametrize("error", [AWAY, OUT_OF_MEMORY])
-def test_a_claim_that_redis_does_not_take_goes_back_and_nothing_is_fetched_for_a_while(
-    desk: Desk, error: Exception
-) -> None:
+def test_a_request_whose_claim_fails_is_returned_and_the_worker_pauses_fetching(desk: Desk, error: Exception) -> None:
     desk.redis.error = error
     request = desk.accept(FakeCeleryRequest())
     assert request.fate == ["handed back"]
@@ -81,7 +79,7 @@ def test_a_copy_over_the_quota_does_not_end_the_request_that_runs(desk: Desk) ->
     assert desk.results["r1"]["error"] is None
 
 
-def test_a_copy_over_the_quota_goes_on_with_what_another_worker_has_begun(desk: Desk) -> None:
+def test_a_copy_over_the_quota_resumes_the_request_of_another_worker(desk: Desk) -> None:
     desk.redis.streams["headrace:stream:r1"] = [(1, 0, "start", {"worker": "another"})]
     desk.accept(FakeCeleryRequest(over_quota=7))
     desk.generate(13, finish=FinishReason.LENGTH)
@@ -89,7 +87,7 @@ def test_a_copy_over_the_quota_goes_on_with_what_another_worker_has_begun(desk: 
     assert desk.results["r1"]["error"] is None
 
 
-def test_a_start_that_fails_halfway_is_answered_and_leaves_nothing_behind(desk: Desk) -> None:
+def test_a_start_that_fails_halfway_is_answered_and_leaves_no_state(desk: Desk) -> None:
     desk.engine.send_error = RuntimeError("unforeseen")
     desk.accept(FakeCeleryRequest(expires=datetime.now(UTC) + timedelta(seconds=60)))
     desk.engine.send_error = None
@@ -99,7 +97,7 @@ def test_a_start_that_fails_halfway_is_answered_and_leaves_nothing_behind(desk: 
     assert desk.redis.end("r1")["error"]["code"] == "engine_error"
 
 
-def test_a_start_whose_connection_fails_halfway_goes_back_and_leaves_nothing_behind(desk: Desk) -> None:
+def test_a_start_whose_connection_fails_halfway_is_returned_and_leaves_no_state(desk: Desk) -> None:
     desk.engine.send_error = AWAY
     request = desk.accept(FakeCeleryRequest())
     assert request.fate == ["accepted", "handed back"]
@@ -107,7 +105,7 @@ def test_a_start_whose_connection_fails_halfway_goes_back_and_leaves_nothing_beh
     desk.assert_idle()
 
 
-def test_a_result_that_cannot_be_stored_lets_the_message_go(desk: Desk) -> None:
+def test_a_message_whose_result_cannot_be_stored_is_left_for_redelivery(desk: Desk) -> None:
     class Unstorable(FakeCeleryRequest):
         def finish(self, result: dict[str, Any]) -> None:
             raise OSError("no result backend")
@@ -118,7 +116,7 @@ def test_a_result_that_cannot_be_stored_lets_the_message_go(desk: Desk) -> None:
     assert request.fate == ["accepted", "let go"]
 
 
-def test_a_message_that_comes_while_the_worker_drains_goes_back(desk: Desk) -> None:
+def test_a_message_that_arrives_while_the_worker_drains_is_returned(desk: Desk) -> None:
     desk.dispatcher.drain()
     assert desk.dispatcher.credit() == 0
     assert desk.accept(FakeCeleryRequest()).fate == ["handed back"]
@@ -143,7 +141,7 @@ def test_requests_of_a_dead_engine_are_sent_again_from_their_next_token(desk: De
     ]
 
 
-def test_an_engine_that_dies_while_it_loads_is_held_against_no_request(desk: Desk) -> None:
+def test_the_death_of_a_loading_engine_counts_against_no_request(desk: Desk) -> None:
     request = desk.accept(FakeCeleryRequest())
     for _ in range(9):
         desk.dispatcher.on_engine_lost("no memory", "crash", was_ready=False)
@@ -180,7 +178,7 @@ def test_tokens_that_redis_did_not_take_are_written_at_the_next_heartbeat(desk: 
     assert desk.results["r1"]["outputs"][0]["token_ids"] == [13, 14]
 
 
-def test_nothing_is_taken_until_the_next_heartbeat_where_redis_does_not_take_a_refusal(desk: Desk) -> None:
+def test_if_redis_fails_a_refusal_no_message_is_taken_until_the_next_heartbeat(desk: Desk) -> None:
     desk.redis.error = AWAY
     request = desk.accept(FakeCeleryRequest(kwargs={"prompt": ""}))
     assert request.fate == ["handed back"]
@@ -190,7 +188,7 @@ def test_nothing_is_taken_until_the_next_heartbeat_where_redis_does_not_take_a_r
     assert desk.dispatcher.credit() == 4
 
 
-def test_a_lost_lease_ends_the_work_and_late_news_of_it_are_ignored(desk: Desk) -> None:
+def test_a_lost_lease_ends_the_request_and_its_late_outputs_are_ignored(desk: Desk) -> None:
     request = desk.accept(FakeCeleryRequest())
     old = list(desk.engine.sent)
     desk.generate(13)
@@ -240,11 +238,11 @@ def test_a_fenced_request_is_left_to_its_new_worker(desk: Desk) -> None:
     desk.generate(13)
     desk.assert_idle()
     assert desk.results == {}
-    # which is nothing where the lease was lost; where it was not, another than a worker wrote there
+    # If the lease was lost, handing back does nothing. If not, another client than a worker wrote to the stream.
     assert request.fate == ["accepted", "handed back with a strike"]
 
 
-def test_no_credit_is_given_while_the_engine_has_some_waiting(desk: Desk) -> None:
+def test_no_credit_is_given_while_requests_wait_in_the_engine(desk: Desk) -> None:
     desk.accept(FakeCeleryRequest())
     desk.generate(13, waiting=1)
     assert desk.dispatcher.credit() == 0
@@ -256,7 +254,7 @@ def test_no_credit_is_given_while_the_engine_has_some_waiting(desk: Desk) -> Non
     assert desk.dispatcher.credit() == 0
 
 
-def test_terminating_what_is_not_here_does_nothing(desk: Desk) -> None:
+def test_terminating_an_unknown_request_does_nothing(desk: Desk) -> None:
     assert not desk.dispatcher.terminate("r1")
     request = desk.accept(FakeCeleryRequest())
     assert desk.dispatcher.terminate("r1")
@@ -281,7 +279,7 @@ def test_a_dead_letter_ends_its_stream_unless_it_has_ended(desk: Desk) -> None:
 
 @pytest.fixture
 def refused_end(desk: Desk) -> FakeCeleryRequest:
-    """The first attempt at r1 is complete, but Redis has not taken its end."""
+    """Complete the first attempt at r1 while Redis is away, so that its end is not written."""
     request = desk.accept(FakeCeleryRequest())
     desk.redis.error = AWAY
     desk.generate(13, finish=FinishReason.LENGTH)
@@ -290,7 +288,7 @@ def refused_end(desk: Desk) -> FakeCeleryRequest:
     return request
 
 
-def test_a_request_that_comes_again_before_its_end_is_written_is_not_generated_again(
+def test_a_request_redelivered_before_its_end_is_written_is_not_generated_again(
     desk: Desk, refused_end: FakeCeleryRequest
 ) -> None:
     again = desk.accept(FakeCeleryRequest())
@@ -303,7 +301,7 @@ def test_a_request_that_comes_again_before_its_end_is_written_is_not_generated_a
     assert again.fate == ["accepted"]
 
 
-def test_the_refused_end_of_an_old_attempt_leaves_its_successor_in_the_same_worker_alone(desk: Desk) -> None:
+def test_the_refused_end_of_an_old_attempt_does_not_affect_the_next_one_in_the_same_worker(desk: Desk) -> None:
     desk.accept(FakeCeleryRequest())
     desk.generate(13)
     desk.redis.error = AWAY
@@ -319,7 +317,7 @@ def test_the_refused_end_of_an_old_attempt_leaves_its_successor_in_the_same_work
     assert desk.results["r1"]["error"] is None
 
 
-def test_a_message_whose_time_has_not_come_is_left_to_redis_until_then(desk: Desk) -> None:
+def test_a_message_before_its_eta_is_returned_to_redis_until_then(desk: Desk) -> None:
     later = desk.accept(FakeCeleryRequest(due=datetime.now(UTC) + timedelta(seconds=3000)))
     [fate] = later.fate
     assert fate in ("postponed by 2999 s", "postponed by 3000 s")
@@ -327,20 +325,20 @@ def test_a_message_whose_time_has_not_come_is_left_to_redis_until_then(desk: Des
     desk.assert_idle()
 
 
-def test_a_message_whose_time_is_too_far_ahead_is_refused(desk: Desk) -> None:
+def test_an_eta_too_far_ahead_is_refused(desk: Desk) -> None:
     desk.accept(FakeCeleryRequest(due=datetime.now(UTC) + timedelta(days=900)))
     desk.assert_idle()
     assert desk.results["r1"]["error"]["code"] == "invalid_request"
-    assert "must lie within the next 3600 s, not 777" in desk.results["r1"]["error"]["message"]
+    assert "must be at most 3600 s ahead, got 777" in desk.results["r1"]["error"]["message"]
     assert desk.redis.end("r1")["finish_reason"] == "rejected"
 
 
 def be_silent(desk: Desk, seconds: float) -> None:
     desk.redis.milliseconds_left["headrace:listener:r1"] = int(1000 * (86_400 - seconds))
-    desk.dispatcher._in_flight._listeners._sighted_since -= seconds
+    desk.dispatcher._in_flight._listeners._available_since -= seconds
 
 
-def test_a_request_to_which_nobody_listens_is_cancelled_and_keeps_what_it_has(desk: Desk) -> None:
+def test_an_abandoned_request_is_cancelled_and_keeps_its_tokens(desk: Desk) -> None:
     desk.accept(FakeCeleryRequest(abandon_after=30))
     assert desk.redis.entries("r1")[0][3]["abandon_after"] == 30
     desk.generate(13)
@@ -349,13 +347,14 @@ def test_a_request_to_which_nobody_listens_is_cancelled_and_keeps_what_it_has(de
     be_silent(desk, 31)
     desk.dispatcher.heartbeat()
     desk.assert_idle()
-    assert desk.results["r1"]["error"] == {"code": "cancelled", "message": "nobody has listened for 30 s"}
+    message = "no subscriber sent a heartbeat for 30 s, the request's abandon_after"
+    assert desk.results["r1"]["error"] == {"code": "cancelled", "message": message}
     assert desk.results["r1"]["outputs"][0]["token_ids"] == [13]
     assert desk.redis.end("r1")["finish_reason"] == "cancelled"
     assert desk.engine.aborted == [request.request_id for request in desk.engine.sent]
 
 
-def test_a_request_whose_client_went_while_it_was_queued_never_runs(desk: Desk) -> None:
+def test_a_request_abandoned_in_the_queue_never_runs(desk: Desk) -> None:
     desk.redis.values["headrace:listener:r1"] = 30
     be_silent(desk, 31)
     desk.accept(FakeCeleryRequest(abandon_after=30))
@@ -364,7 +363,7 @@ def test_a_request_whose_client_went_while_it_was_queued_never_runs(desk: Desk) 
     assert desk.results["r1"]["error"]["code"] == "cancelled"
 
 
-def test_an_outage_in_which_nobody_could_say_that_he_listens_costs_no_request(desk: Desk) -> None:
+def test_an_outage_without_subscriber_heartbeats_abandons_no_request(desk: Desk) -> None:
     desk.accept(FakeCeleryRequest(abandon_after=30))
     desk.redis.error = AWAY
     desk.generate(13)
@@ -377,7 +376,7 @@ def test_an_outage_in_which_nobody_could_say_that_he_listens_costs_no_request(de
 
 
 @pytest.mark.parametrize("odd", [0, -1, 3601, "30", True, float("nan"), None], ids=lambda _: "")
-def test_an_odd_time_to_abandon_counts_as_absent(desk: Desk, odd: Any) -> None:
+def test_an_invalid_abandon_after_counts_as_absent(desk: Desk, odd: Any) -> None:
     desk.accept(FakeCeleryRequest(abandon_after=odd))
     desk.generate(13, finish=FinishReason.LENGTH)
     desk.assert_idle()
@@ -397,7 +396,7 @@ def test_an_error_that_quotes_a_prompt_is_logged_without_its_text(
     assert "Zanzibar" not in logged
 
 
-def test_an_id_with_a_lone_surrogate_ends_no_stream_and_nothing_else(desk: Desk) -> None:
+def test_an_id_with_a_lone_surrogate_ends_no_stream_and_raises_nothing(desk: Desk) -> None:
     desk.dispatcher.settlement.refuse_malformed("\ud800", "content")
     desk.assert_idle()
     assert desk.results == {}
@@ -406,7 +405,7 @@ def test_an_id_with_a_lone_surrogate_ends_no_stream_and_nothing_else(desk: Desk)
 GATHERING = {"prompt": "abc", "sampling_params": {"max_tokens": 40, "stream_interval": 10, "prompt_logprobs": 0}}
 
 
-def test_tokens_that_an_engine_took_with_it_before_they_were_shown_are_not_shown_twice(desk: Desk) -> None:
+def test_tokens_held_back_when_the_engine_died_are_not_published_twice(desk: Desk) -> None:
     desk.accept(FakeCeleryRequest(kwargs=GATHERING))
     for token_id in (13, 14, 15):
         desk.generate(token_id)
@@ -422,7 +421,7 @@ def test_tokens_that_an_engine_took_with_it_before_they_were_shown_are_not_shown
     assert desk.results["r1"]["outputs"][0]["token_ids"] == [13, 14, 15]
 
 
-def test_a_deadline_shows_what_was_gathered(desk: Desk) -> None:
+def test_a_deadline_publishes_gathered_tokens(desk: Desk) -> None:
     soon = datetime.now(UTC) + timedelta(seconds=5)
     desk.accept(FakeCeleryRequest(kwargs=GATHERING, expires=soon))
     for token_id in (13, 14, 15):
@@ -435,7 +434,7 @@ def test_a_deadline_shows_what_was_gathered(desk: Desk) -> None:
     assert (output["text"], output["finish_reason"]) == ("def", None)
 
 
-def test_prompt_logprobs_reach_stream_and_result_once_even_when_another_worker_goes_on(desk: Desk) -> None:
+def test_prompt_logprobs_reach_stream_and_result_once_even_if_another_worker_resumes(desk: Desk) -> None:
     desk.accept(FakeCeleryRequest(kwargs=GATHERING))
     (sent,) = desk.engine.sent
     entries = [[(11, -1.5, 2)], [(12, -0.5, 1)]]
@@ -455,7 +454,7 @@ def test_prompt_logprobs_reach_stream_and_result_once_even_when_another_worker_g
     assert other.results["r1"]["outputs"][0]["token_ids"] == [13, 14]
 
 
-def test_extra_arguments_are_taken_where_a_logits_processor_reads_them_and_refused_by_name_elsewhere() -> None:
+def test_extra_arguments_are_refused_by_name_unless_a_logits_processor_reads_them() -> None:
     kwargs = {"prompt": "abc", "sampling_params": {"max_tokens": 4, "extra_args": {"count_from": 3}}}
     desk = Desk(logits_processors=["engine.processors:CountUp"])
     desk.accept(FakeCeleryRequest(kwargs=kwargs))
@@ -469,7 +468,7 @@ def test_extra_arguments_are_taken_where_a_logits_processor_reads_them_and_refus
     }
 
 
-def test_a_stream_that_is_deleted_under_a_running_request_leaves_a_mark_of_its_end(desk: Desk) -> None:
+def test_a_stream_deleted_under_a_running_request_is_marked_as_gone(desk: Desk) -> None:
     request = desk.accept(FakeCeleryRequest())
     desk.generate(13)
     del desk.redis.streams["headrace:stream:r1"]
@@ -485,7 +484,7 @@ def test_a_stream_that_is_deleted_under_a_running_request_leaves_a_mark_of_its_e
 REFUSED = redis.ResponseError("NOAUTH or whatever it says")
 
 
-def test_a_stream_that_alone_is_refused_counts_against_its_request_and_keeps_no_other_out(desk: Desk) -> None:
+def test_a_single_refused_stream_counts_against_its_request_and_blocks_no_other(desk: Desk) -> None:
     desk.redis.error, desk.redis.refuses_all = REFUSED, False
     request = desk.accept(FakeCeleryRequest())
     assert request.fate == ["handed back with a strike"]
@@ -502,7 +501,7 @@ def test_a_server_that_refuses_all_writes_counts_against_no_request(desk: Desk) 
     assert desk.value("headrace_queue_returned_messages_total", reason="redis") == 1
 
 
-def test_a_stream_whose_entries_are_lost_again_and_again_counts_against_its_request(desk: Desk) -> None:
+def test_a_stream_that_repeatedly_loses_entries_counts_against_its_request(desk: Desk) -> None:
     request = desk.accept(FakeCeleryRequest())
     desk.generate(13)
     desk.redis.streams["headrace:stream:r1"] = [(0, 0, "start", {"worker": "one that nobody knows"})]
@@ -513,7 +512,7 @@ def test_a_stream_whose_entries_are_lost_again_and_again_counts_against_its_requ
 
 
 @pytest.mark.parametrize("sampling_params", [{"n": 2}, {"max_tokens": 0}])
-def test_another_message_with_the_id_of_a_request_that_runs_is_set_aside(
+def test_another_message_with_the_id_of_a_running_request_is_rejected(
     desk: Desk, sampling_params: dict[str, Any]
 ) -> None:
     request = desk.accept(FakeCeleryRequest())
@@ -521,7 +520,7 @@ def test_another_message_with_the_id_of_a_request_that_runs_is_set_aside(
     other = desk.accept(FakeCeleryRequest("r1", kwargs, lease_id="l2", content="another"))
     desk.generate(13, finish=FinishReason.LENGTH)
     desk.assert_idle()
-    assert (other.fate, request.fate) == (["set aside"], ["accepted"])
+    assert (other.fate, request.fate) == (["rejected as duplicate"], ["accepted"])
     assert desk.results["r1"]["error"] is None
 
 
@@ -541,6 +540,6 @@ def test_another_message_touches_neither_stream_nor_result_of_the_first(
     desk.dispatcher.settlement.dead_letter(replace(letter, bound_id="r1"))
     desk.dispatcher.settlement.refuse_malformed("r1", "another")
     desk.assert_idle()
-    assert other.fate == ["set aside"]
+    assert other.fate == ["rejected as duplicate"]
     assert desk.redis.entries("r1") == before
     assert desk.results == {}

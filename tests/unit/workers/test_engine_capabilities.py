@@ -1,4 +1,4 @@
-"""What a worker does with its engine's capabilities: refusals, draws, metrics, credit, and engines that it leaves."""
+"""A worker follows its engine's capabilities: refusals, draws, metrics, credit, and engines that end the worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def without(**lacking: Any) -> EngineCapabilities:
 
 
 def begun(draws: str | None, tokens: int = 1, **last: Any) -> list[tuple[int, int, str, dict[str, Any]]]:
-    """A stream that another worker has begun; it said nothing of its draws where they are None."""
+    """Make a stream that another worker has begun. With None it did not record its draws."""
     named = {} if draws is None else {"draws": draws}
     chunks = [{"index": 0, "token_ids": [13], "text": "d", "logprobs": None} for _ in range(tokens)]
     if chunks:
@@ -45,10 +45,10 @@ def resume(
     return desk
 
 
-# -- the door ---------------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_request_beyond_a_limit_of_the_engine_is_answered_and_never_reaches_it() -> None:
+def test_a_request_beyond_an_engine_limit_is_refused_before_the_engine() -> None:
     desk = Desk(engine="vllm", capabilities=without(max_allowed_token_ids=3, prompt_logprobs=False))
     params = {"max_tokens": 4, "allowed_token_ids": [10, 11, 12, 13], "prompt_logprobs": 1}
     desk.accept(FakeCeleryRequest(kwargs={"prompt": "abc", "sampling_params": params}))
@@ -64,7 +64,7 @@ def test_a_request_beyond_a_limit_of_the_engine_is_answered_and_never_reaches_it
 
 
 @pytest.mark.parametrize("params", [{"temperature": 3}, {"stop_token_ids": [5, 6], "min_tokens": 1}, {"seed": 7}])
-def test_what_needs_no_process_to_be_prepared_passes_the_same_door(params: dict[str, Any]) -> None:
+def test_a_plain_request_gets_the_same_checks(params: dict[str, Any]) -> None:
     limits = without(temperature_range=(0.01, 2.0), max_stop_token_ids=2, draws=None)
     desk = Desk(capabilities=limits, prepares_plain_requests=True)
     desk.accept(FakeCeleryRequest("r1", {"prompt": "abc", "sampling_params": params}))
@@ -73,7 +73,7 @@ def test_what_needs_no_process_to_be_prepared_passes_the_same_door(params: dict[
     assert desk.engine.sent == []
 
 
-def test_a_message_without_a_seed_is_served_where_seeds_repeat_nothing() -> None:
+def test_a_message_without_a_seed_is_served_by_an_engine_without_repeatable_seeds() -> None:
     desk = Desk(engine="vllm", capabilities=without(draws=None))
     desk.accept(FakeCeleryRequest("r1", SAMPLED))
     desk.accept(FakeCeleryRequest("r2", {**SAMPLED, "sampling_params": {"seed": 7}}))
@@ -82,7 +82,7 @@ def test_a_message_without_a_seed_is_served_where_seeds_repeat_nothing() -> None
     assert "seed is 7, but the engine vllm cannot repeat" in desk.results["r2"]["error"]["message"]
 
 
-def test_a_message_keeps_its_place_in_the_queue_where_the_engine_knows_no_priorities() -> None:
+def test_an_engine_without_priorities_does_not_change_the_queues_order() -> None:
     for engine, expected in ((CAPABILITIES, 7), (without(priority=False), 0)):
         desk = Desk(capabilities=engine)
         desk.accept(FakeCeleryRequest(priority=7))
@@ -110,13 +110,13 @@ def test_a_start_names_the_draws_of_the_engine(draws: str | None, written: str) 
         (begun("fake-1"), without(exact_resume="greedy")),
     ],
 )
-def test_a_sampled_request_that_goes_on_with_other_draws_is_counted_and_logged(
+def test_a_sampled_request_resumed_with_other_draws_is_counted_and_logged(
     earlier: Any, engine: EngineCapabilities, capsys: pytest.CaptureFixture[str]
 ) -> None:
     desk = resume(earlier, engine=engine)
     assert desk.value(RESUMED) == 1
     assert len(desk.engine.sent) == 1
-    assert "request goes on with other draws" in capsys.readouterr().out
+    assert "request resumed with other draws" in capsys.readouterr().out
     assert resume(earlier, GREEDY, engine).value(RESUMED) == 0
 
 
@@ -127,20 +127,20 @@ def test_a_sampled_request_that_goes_on_with_other_draws_is_counted_and_logged(
         begun("fake-1"),
         begun(None),  # of an older worker
         begun("vllm-0.31-v2", tokens=0),
-        begun("vllm-0.31-v2", finish_reason="stop"),  # nothing is left to be drawn
+        begun("vllm-0.31-v2", finish_reason="stop"),  # nothing is left to draw
     ],
 )
-def test_a_sampled_request_of_which_nothing_was_drawn_otherwise_is_not_counted(earlier: Any) -> None:
+def test_a_sampled_request_whose_draws_do_not_change_is_not_counted(earlier: Any) -> None:
     assert resume(earlier).value(RESUMED) == 0
 
 
-def test_an_engine_that_cannot_go_on_exactly_is_counted_after_its_own_death_too() -> None:
+def test_an_engine_without_exact_resume_is_counted_after_its_own_death_too() -> None:
     for engine, counted in ((CAPABILITIES, 0), (without(exact_resume="greedy"), 1), (without(draws=None), 1)):
         desk = Desk(capabilities=engine)
         desk.accept(FakeCeleryRequest("r1", SAMPLED))
         desk.accept(FakeCeleryRequest("r2", GREEDY))
         desk.generate(13, 13)
-        desk.accept(FakeCeleryRequest("r3", SAMPLED))  # without a token there is nothing to go on from
+        desk.accept(FakeCeleryRequest("r3", SAMPLED))  # without a token there is nothing to resume
         desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
         desk.engine.sent.clear()
         desk.dispatcher.on_engine_ready(MODEL, engine)
@@ -148,10 +148,10 @@ def test_an_engine_that_cannot_go_on_exactly_is_counted_after_its_own_death_too(
         assert desk.value(RESUMED) == counted
 
 
-# -- engines that the worker leaves -----------------------------------------------------------------------------------
+# -- engines that end the worker --------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_comes_back_as_another_continues_nothing_and_ends_the_worker() -> None:
+def test_a_replaced_engine_resumes_nothing_and_ends_the_worker() -> None:
     desk = Desk(engine="vllm")
     request = desk.accept(FakeCeleryRequest())
     desk.generate(13)
@@ -164,10 +164,10 @@ def test_an_engine_that_comes_back_as_another_continues_nothing_and_ends_the_wor
     assert desk.dispatcher.credit() == 0
 
 
-def test_an_engine_that_cannot_keep_tenants_apart_needs_a_shared_cache() -> None:
+def test_an_engine_that_cannot_separate_tenants_needs_a_shared_cache() -> None:
     desk = Desk(engine="other", capabilities=without(cache_salt=False))
     assert (
-        "the engine other cannot keep the tenants' prefix caches apart: set HEADRACE_SHARE_PREFIX_CACHE=true"
+        "the engine other cannot separate the prefix caches of tenants: set HEADRACE_SHARE_PREFIX_CACHE=true"
         in (desk.given_up[0])
     )
     assert desk.dispatcher.credit() == 0
@@ -177,10 +177,10 @@ def test_an_engine_that_cannot_keep_tenants_apart_needs_a_shared_cache() -> None
     assert [request.cache_salt for request in shared.engine.sent] == [""]
 
 
-# -- what the engine tells --------------------------------------------------------------------------------------------
+# -- statistics of the engine -----------------------------------------------------------------------------------------
 
 
-def test_what_the_engine_does_not_tell_is_neither_in_metrics_nor_in_the_table_of_workers() -> None:
+def test_statistics_that_the_engine_does_not_report_are_in_no_metric_or_table() -> None:
     desk = Desk(engine="vllm", capabilities=without(stats=("running", "waiting"), version="0.32.0"))
     desk.accept(FakeCeleryRequest())
     desk.generate(13)
@@ -208,7 +208,7 @@ def test_our_own_engine_shows_its_use_of_memory_in_the_table_of_workers() -> Non
 # -- credit -----------------------------------------------------------------------------------------------------------
 
 
-def test_credit_needs_nothing_but_free_slots_of_an_engine_that_tells_nothing() -> None:
+def test_credit_of_an_engine_without_statistics_is_its_free_slots() -> None:
     desk = Desk(capabilities=without(stats=()), max_num_seqs=2)
     desk.accept(FakeCeleryRequest("r1"))
     desk.accept(FakeCeleryRequest("r2"))
@@ -219,7 +219,7 @@ def test_credit_needs_nothing_but_free_slots_of_an_engine_that_tells_nothing() -
     assert desk.dispatcher.credit() == 2
 
 
-def test_requests_for_which_an_engine_has_no_memory_keep_others_in_the_queue() -> None:
+def test_requests_waiting_for_engine_memory_keep_others_in_the_queue() -> None:
     desk = Desk(capabilities=without(stats=("running", "waiting")), max_num_seqs=8)
     for name in ("r1", "r2", "r3"):
         desk.accept(FakeCeleryRequest(name))

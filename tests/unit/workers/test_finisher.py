@@ -24,13 +24,13 @@ def never() -> None:
 
 
 def wait(finisher: Finisher) -> None:
-    """Until everything submitted so far has run."""
+    """Wait until all calls submitted so far have run."""
     done = threading.Event()
     finisher.submit(done.set, never)
     assert done.wait(60)
 
 
-def test_work_is_done_in_its_order_on_one_other_thread(finisher: Finisher) -> None:
+def test_calls_run_in_their_order_on_one_other_thread(finisher: Finisher) -> None:
     done: list[tuple[int, int]] = []
     for number in range(20):
         finisher.submit(lambda number=number: done.append((number, threading.get_ident())), never)  # type: ignore[misc]
@@ -40,24 +40,24 @@ def test_work_is_done_in_its_order_on_one_other_thread(finisher: Finisher) -> No
     assert thread != threading.get_ident()
 
 
-def test_it_is_busy_until_the_last_work_has_ended(finisher: Finisher) -> None:
-    started, go_on = threading.Event(), threading.Event()
+def test_it_is_busy_until_the_last_call_has_ended(finisher: Finisher) -> None:
+    started, may_end = threading.Event(), threading.Event()
 
     def work() -> None:
         started.set()
-        assert go_on.wait(60)
+        assert may_end.wait(60)
 
     finisher.submit(work, never)
     finisher.submit(lambda: None, never)
     assert started.wait(60)
     assert finisher.busy == 2
-    go_on.set()
+    may_end.set()
     finisher.stop()
     finisher._thread.join(60)
     assert finisher.busy == 0
 
 
-def test_a_failure_is_reported_and_the_next_work_is_done(finisher: Finisher) -> None:
+def test_a_failure_is_reported_and_the_next_call_runs(finisher: Finisher) -> None:
     failed = threading.Event()
 
     def work() -> None:

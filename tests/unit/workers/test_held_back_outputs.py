@@ -1,4 +1,4 @@
-"""Outputs that are held back: whatever is shown when, what a caller reads in the end is the same."""
+"""Outputs that are held back: the caller gets the same output in the end, whenever it is published."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def news(request: ProcessedRequest, choice: int, *token_ids: int, end: bool = Fa
     stream_interval=st.none() | st.integers(1, 4),
     steps=st.lists(st.tuples(st.sets(st.integers(0, 2)), st.booleans()), max_size=25),
 )
-def test_deltas_join_to_all_that_was_generated(
+def test_deltas_join_to_the_whole_output(
     n: int, stream_interval: int | None, steps: list[tuple[set[int], bool]]
 ) -> None:
-    """Each step has news of some choices; in the end all of them end, under another step that holds back."""
+    """Each step has outputs of some choices. At the end all choices end in a step that holds back."""
     processor = OutputProcessor(FakeTokenizer())  # type: ignore[arg-type]
     request = admit(processor, n=n, logprobs=0, stream_interval=stream_interval, output_kind=RequestOutputKind.DELTA)
     generated: list[list[int]] = [[] for _ in range(n)]
@@ -77,7 +77,7 @@ def test_deltas_join_to_all_that_was_generated(
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY])
-def test_who_asks_for_whole_outputs_gets_them_whole(kind: RequestOutputKind) -> None:
+def test_cumulative_and_final_outputs_stay_whole(kind: RequestOutputKind) -> None:
     processor = OutputProcessor(FakeTokenizer())  # type: ignore[arg-type]
     request = admit(processor, n=2, output_kind=kind)
     results: list[RequestOutput] = []
@@ -91,7 +91,7 @@ def test_who_asks_for_whole_outputs_gets_them_whole(kind: RequestOutputKind) -> 
     assert seen == (whole if kind is RequestOutputKind.CUMULATIVE else [[(0, 5), (1, 5)]])
 
 
-def test_an_abort_shows_what_was_held_back_and_forgets_it() -> None:
+def test_an_abort_returns_held_back_output_and_forgets_it() -> None:
     processor = OutputProcessor(FakeTokenizer())  # type: ignore[arg-type]
     request = admit(processor, output_kind=RequestOutputKind.DELTA)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The door: what a message says, and what is refused."""
+"""Messages are read and checked, and invalid ones refused."""
 
 from __future__ import annotations
 
@@ -33,36 +33,36 @@ def incoming(kwargs: Any = None, request_id: str = "r1", **headers: Any) -> Inco
 @pytest.mark.parametrize(
     "odd", ["noon", float("nan"), float("inf"), 10**400, -5.0, 0, True, None, [1], {"a": 1}], ids=lambda _: ""
 )
-def test_an_odd_enqueue_time_counts_as_absent(odd: Any) -> None:
+def test_an_invalid_enqueue_time_counts_as_absent(odd: Any) -> None:
     assert incoming(enqueued_at=odd).enqueued_at is None
     assert incoming(enqueued_at=odd).waited is None
 
 
-def test_what_redis_knows_tells_the_wait_where_the_producer_does_not() -> None:
+def test_redis_measures_the_wait_if_the_producer_gives_no_time() -> None:
     assert (incoming().waited, incoming().clock) == (None, None)
     read = incoming(queued_at=time.monotonic() - 40)
     assert (read.waited, read.clock) == (pytest.approx(40, abs=5), "redis")
 
 
 @pytest.mark.parametrize("ahead", [3600, 40 * 86_400])
-def test_a_producers_clock_that_is_ahead_makes_no_wait_shorter_than_redis_saw_it(ahead: float) -> None:
+def test_a_producers_fast_clock_makes_no_wait_shorter_than_redis_measured(ahead: float) -> None:
     read = incoming(enqueued_at=time.time() + ahead, queued_at=time.monotonic() - 40)
     assert (read.waited, read.clock) == (pytest.approx(40, abs=5), "redis")
     assert incoming(enqueued_at=time.time() + ahead).waited == pytest.approx(0, abs=5)
 
 
-def test_the_time_before_redis_was_looked_at_counts_where_the_producer_tells_it() -> None:
+def test_the_producers_time_counts_the_wait_before_the_first_sort() -> None:
     read = incoming(enqueued_at=time.time() - 60, queued_at=time.monotonic() - 40)
     assert (read.waited, read.clock) == (pytest.approx(60, abs=5), "producer")
 
 
-def test_a_message_does_not_wait_before_its_own_time() -> None:
+def test_a_message_does_not_wait_before_its_eta() -> None:
     due = datetime.now(UTC) - timedelta(seconds=5)
     assert incoming(enqueued_at=time.time() - 600, due=due).waited == pytest.approx(5, abs=4)
 
 
 @pytest.mark.parametrize(("given", "read"), [(3, 3), (-7, 0), (99, 9), ("high", 0), (None, 0)])
-def test_a_priority_is_held_between_0_and_9(given: Any, read: int) -> None:
+def test_a_priority_is_clamped_to_0_to_9(given: Any, read: int) -> None:
     assert incoming(priority=given).priority == read
 
 
@@ -78,11 +78,11 @@ def test_the_deadline_is_the_earliest_of_expiry_and_time_limits() -> None:
 
 
 @pytest.mark.parametrize("odd", [0, -1, "5", float("nan"), float("inf"), True, [5]], ids=lambda _: "")
-def test_an_odd_time_limit_is_no_deadline(odd: Any) -> None:
+def test_an_invalid_time_limit_is_no_deadline(odd: Any) -> None:
     assert incoming(time_limits=(odd, None)).deadline is None
 
 
-def test_a_request_without_a_seed_draws_by_its_id(intake: Intake) -> None:
+def test_a_request_without_a_seed_gets_one_from_its_id(intake: Intake) -> None:
     body = [[], {"prompt": "abc"}, {}]
     first, second, other = (intake.process(name, body) for name in ("r1", "r1", "r2"))
     assert first.params["seed"] == second.params["seed"] == seed_of("r1")
@@ -91,7 +91,7 @@ def test_a_request_without_a_seed_draws_by_its_id(intake: Intake) -> None:
     assert given.params["seed"] == 7
 
 
-def test_what_a_message_does_not_name_is_as_the_generation_config_says() -> None:
+def test_parameters_that_a_message_omits_come_from_the_generation_config() -> None:
     model = replace(MODEL, default_sampling_params={"temperature": 0.25, "top_k": 7, "max_tokens": 9})
     intake = Intake(InputProcessor(model, FakeTokenizer()), ["tiny"])  # type: ignore[arg-type]
     params = intake.process("r1", [[], {"prompt": "a", "sampling_params": {"top_k": 3}}, {}]).params
@@ -107,7 +107,7 @@ def test_a_request_is_tokenised_and_streams_deltas(intake: Intake) -> None:
     assert prepared.lora == "sql"
 
 
-def test_tokens_that_are_allowed_many_times_are_named_once(intake: Intake) -> None:
+def test_repeated_allowed_tokens_are_deduplicated(intake: Intake) -> None:
     params = {"allowed_token_ids": [5, 7, 5] * 1000}
     prepared = intake.process("r1", [[], {"prompt": "abc", "sampling_params": params}, {}])
     assert prepared.params["allowed_token_ids"] == [5, 7]
@@ -151,12 +151,12 @@ def test_the_options_of_a_chat_reach_the_models_template(intake: Intake) -> None
         door.process("r1", [[], {**chat, "chat_template_kwargs": {"messages": []}}, {}])
 
 
-def test_tools_that_the_models_template_would_drop_in_silence_are_refused() -> None:
+def test_tools_that_the_models_template_would_silently_drop_are_refused() -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     parts = TokenizerParts(tokenizer_json=FakeTokenizer().backend.to_str(), chat_template=template, special_tokens={})
     door = Intake(InputProcessor(MODEL, ModelTokenizer(parts)), ["tiny"])
     chat = {"messages": [{"role": "user", "content": "a"}]}
-    with pytest.raises(RefusedError, match="shows it no tools") as refused:
+    with pytest.raises(RefusedError, match="does not support tools") as refused:
         door.process("r1", [[], {**chat, "tools": [{"name": "d"}]}, {}])
     assert refused.value.error.code == "unsupported"
     assert door.process("r1", [[], {**chat, "tools": []}, {}]).is_chat
@@ -170,7 +170,7 @@ def test_a_body_of_another_shape_is_refused(intake: Intake, body: Any) -> None:
         intake.process("r1", body)
 
 
-def test_a_job_begins_behind_what_its_stream_holds(intake: Intake) -> None:
+def test_a_job_begins_after_the_entries_of_its_stream(intake: Intake) -> None:
     read = incoming(queued_at=1000.0)
     entries = [ChunkEvent("1-2", 1, 2, 0, [10, 11], "ab")]
     claim = Claim(2, list(entries), None)

@@ -1,4 +1,4 @@
-"""A job: what it publishes, what it asks of the engine, and how it is rebuilt from a stream."""
+"""A job publishes chunks, makes engine requests, and is rebuilt from a stream."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_offsets_count_the_tokens_of_all_choices() -> None:
     assert unpack(end.data)["usage"]["completion_tokens"] == 4
 
 
-def test_an_earlier_attempt_is_taken_up_choice_by_choice() -> None:
+def test_an_earlier_attempt_is_resumed_choice_by_choice() -> None:
     entries: list[StreamEvent] = [
         StartEvent("1-0", 1, "w"),
         chunk(2, [10, 11], "ab"),
@@ -66,7 +66,7 @@ def test_an_earlier_attempt_is_taken_up_choice_by_choice() -> None:
     assert result.outputs[1].finish_reason == "length"
 
 
-def test_what_the_engine_is_asked_does_not_grow_behind_its_back() -> None:
+def test_a_sent_request_does_not_grow_with_the_job() -> None:
     job = make_job()
     job.take(output([10], "a"))
     [todo] = job.core_requests()
@@ -74,7 +74,7 @@ def test_what_the_engine_is_asked_does_not_grow_behind_its_back() -> None:
     assert todo.output_token_ids == [10]
 
 
-def test_logprobs_go_on_where_the_stream_ended_with_the_sampled_token_first() -> None:
+def test_logprobs_continue_after_the_stream_with_the_sampled_token_first() -> None:
     job = make_job(entries=[chunk(1, [10], "a", logprobs=[[Logprob(10, -0.5, 1, "a")]])])
     candidates = {
         12: EngineLogprob(logprob=-2.0, rank=3, decoded_token="c"),
@@ -122,11 +122,11 @@ def test_prompt_logprobs_of_an_earlier_attempt_are_kept() -> None:
     assert recorded_prompt_logprobs([]) is None
 
 
-def test_entries_of_choices_that_were_not_asked_for_are_left_out() -> None:
+def test_entries_of_unknown_choices_are_ignored() -> None:
     assert [choice.token_ids for choice in recorded_choices([chunk(1, [10], "a", index=7)], 2)] == [[], []]
 
 
-def test_the_result_of_an_ended_stream_is_what_the_stream_says() -> None:
+def test_the_result_of_an_ended_stream_equals_its_entries() -> None:
     error = ErrorInfo("expired", "too late")
     ended = EndEvent("1-4", 1, 3, "expired", Usage(3, 0, 3), error)
     result = recorded_result("r1", [chunk(1, [10], "a", index=1), chunk(3, [11, 12], "bc")], ended)

@@ -1,4 +1,4 @@
-"""Requests to which nobody listens."""
+"""Abandoned requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONG_AGO = 1000.0
 
 
 class Room:
-    """A watch whose clock and Redis the test turns."""
+    """A watch whose clock and Redis the test sets."""
 
     def __init__(self) -> None:
         self.now = LONG_AGO
@@ -36,26 +36,26 @@ def room() -> Room:
     return Room()
 
 
-def test_only_a_request_that_was_not_listened_to_for_so_long_is_abandoned(room: Room) -> None:
-    jobs = [job("heard"), job("unheard"), job("patient", 3600.0), job("free", None)]
-    assert room.watch.abandoned(jobs) == []  # they count from now, as no client has said that it listens
-    room.be_silent("heard", 29)
-    room.be_silent("unheard", 30)
-    room.be_silent("patient", 3599)
+def test_a_request_is_abandoned_only_after_its_own_time_without_heartbeats(room: Room) -> None:
+    jobs = [job("read"), job("abandoned"), job("long limit", 3600.0), job("no limit", None)]
+    assert room.watch.abandoned(jobs) == []  # counted from now, as no client has sent a heartbeat
+    room.be_silent("read", 29)
+    room.be_silent("abandoned", 30)
+    room.be_silent("long limit", 3599)
     assert room.watch.abandoned(jobs) == [jobs[1]]
     assert room.watch.is_abandoned(jobs[1])
     assert not room.watch.is_abandoned(jobs[0])
     assert not room.watch.is_abandoned(jobs[3])
 
 
-def test_nothing_is_asked_where_no_request_wants_listeners(room: Room) -> None:
+def test_redis_is_not_asked_if_no_request_has_abandon_after(room: Room) -> None:
     room.redis.error = AWAY
     assert room.watch.abandoned([job(abandon_after=None)]) == []
-    assert room.watch._sighted_since == LONG_AGO
+    assert room.watch._available_since == LONG_AGO
 
 
 @pytest.mark.parametrize("how", ["asked", "told", "began"])
-def test_nobody_is_judged_until_redis_has_been_there_for_as_long(room: Room, how: str) -> None:
+def test_no_request_is_abandoned_until_redis_was_available_for_as_long(room: Room, how: str) -> None:
     if how == "began":
         room.watch = ListenerWatch(Listeners(room.redis), clock=lambda: room.now)  # type: ignore[arg-type]
     room.watch.abandoned([job()])
@@ -65,7 +65,7 @@ def test_nobody_is_judged_until_redis_has_been_there_for_as_long(room: Room, how
         assert not room.watch.is_abandoned(job())
         room.redis.error = None
     elif how == "told":
-        room.watch.lost_sight()
+        room.watch.redis_was_away()
     assert room.watch.abandoned([job()]) == []
     room.now += 29
     assert room.watch.abandoned([job()]) == []
@@ -73,7 +73,7 @@ def test_nobody_is_judged_until_redis_has_been_there_for_as_long(room: Room, how
     assert len(room.watch.abandoned([job()])) == 1
 
 
-def test_the_key_of_a_request_that_is_over_is_deleted_and_no_other(room: Room) -> None:
+def test_only_the_keys_of_ended_requests_are_deleted(room: Room) -> None:
     for request_id in "ac":
         room.redis.streams[f"headrace:stream:{request_id}"] = [(1, 1, "end", {})]
     room.watch.abandoned([job("a"), job("b")])

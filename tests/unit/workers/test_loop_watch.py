@@ -1,4 +1,4 @@
-"""The event loop's longest silence is measured whatever the moment in which it falls."""
+"""The event loop's longest turn is measured, whenever it happens."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Clock:
         self.now += seconds
 
 
-def test_the_longest_turn_is_told_and_waiting_is_no_turn() -> None:
+def test_the_longest_turn_is_measured_without_the_waits() -> None:
     clock = Clock()
     watch = LoopWatch(clock)
     for work, wait in ((0.02, 5.0), (0.7, 1.0), (0.1, 2.0)):
         watch.poll(lambda wait=wait: clock.advance(wait))
         clock.advance(work)
-    assert watch.longest_silence() == pytest.approx(0.7)
+    assert watch.longest_turn() == pytest.approx(0.7)
     clock.advance(0.2)
-    assert watch.longest_silence() == pytest.approx(0.3)  # the turn that goes on, from its beginning
+    assert watch.longest_turn() == pytest.approx(0.3)  # the current turn, from its beginning
 
 
 def test_a_turn_of_kombus_loop_is_measured() -> None:
@@ -42,25 +42,25 @@ def test_a_turn_of_kombus_loop_is_measured() -> None:
         hub.add_reader(reader, lambda: (os.read(reader, 1), clock.advance(0.3)))
         os.write(writer, b"x")
         hub.run_once()
-        assert watch.longest_silence() == pytest.approx(0.3)
+        assert watch.longest_turn() == pytest.approx(0.3)
         hub.reset()
         watch.attach(hub)
-        assert watch.longest_silence() == 0.0
+        assert watch.longest_turn() == 0.0
         hub.add_reader(reader, lambda: (os.read(reader, 1), clock.advance(0.4)))
         os.write(writer, b"x")
         hub._loop = None
         hub.run_once()
-        assert watch.longest_silence() == pytest.approx(0.4)
+        assert watch.longest_turn() == pytest.approx(0.4)
     finally:
         hub.close()
         os.close(reader)
         os.close(writer)
 
 
-def test_the_time_in_which_the_loop_is_left_is_not_counted() -> None:
+def test_the_time_of_a_pause_is_not_measured() -> None:
     clock = Clock()
     watch = LoopWatch(clock)
     watch.poll(lambda: None)
     watch.pause()
     clock.advance(30.0)
-    assert watch.longest_silence() == 0.0
+    assert watch.longest_turn() == 0.0

@@ -1,4 +1,4 @@
-"""A stream that was begun with other weights is not continued in silence."""
+"""A stream begun with other weights is not continued silently."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def desk_with(*entries: tuple[int, int, str, dict[str, Any]], weights: str = "aa
     return desk
 
 
-def test_a_start_says_which_weights_compute_the_request() -> None:
+def test_a_start_names_the_weights_that_compute_the_request() -> None:
     desk = desk_with()
     desk.accept(FakeCeleryRequest())
     [(_, _, kind, data)] = desk.redis.entries("r1")
     assert (kind, data["model"], data["weights"], "lora" in data) == ("start", "tiny", "aa", False)
 
 
-def test_a_request_begun_with_other_weights_ends_with_its_tokens_and_a_sentence() -> None:
+def test_a_request_begun_with_other_weights_ends_with_its_tokens_and_an_error() -> None:
     desk = desk_with(start(1, **BEFORE), chunk(1, 1), chunk(1, 2))
     request = desk.accept(FakeCeleryRequest())
     desk.assert_idle()
     end, result = desk.redis.end("r1"), desk.results["r1"]
     assert (end["finish_reason"], end["error"]["code"]) == ("error", "model_changed")
-    assert "begun with tiny (weights bb), and this worker serves tiny (weights aa)" in end["error"]["message"]
+    assert "began with tiny (weights bb), and this worker serves tiny (weights aa)" in end["error"]["message"]
     assert end["usage"]["completion_tokens"] == 2
     assert result["error"] == end["error"]
     assert result["outputs"][0]["text"] == "dd"
@@ -59,15 +59,15 @@ def test_a_request_begun_with_other_weights_ends_with_its_tokens_and_a_sentence(
     "earlier",
     [
         [start(1, **NOW), chunk(1, 1)],
-        [start(1), chunk(1, 1)],  # of an older worker, which does not say
+        [start(1), chunk(1, 1)],  # of an older worker, which does not name its weights
         [start(1, model="tiny"), chunk(1, 1)],
         [start(1, model=3, weights=["x"]), chunk(1, 1)],
-        [start(1, **BEFORE)],  # without a token there is nothing to continue
+        [start(1, **BEFORE)],  # without a token there is nothing to resume
         [start(1, **NOW), chunk(1, 1), start(2, **BEFORE)],
         [start(1, model="another name", weights="aa"), chunk(1, 1)],
     ],
 )
-def test_other_requests_go_on(earlier: list[Any]) -> None:
+def test_requests_without_tokens_of_other_weights_continue(earlier: list[Any]) -> None:
     desk = desk_with(*earlier)
     desk.accept(FakeCeleryRequest())
     desk.generate(14, finish=FinishReason.LENGTH)
@@ -75,13 +75,13 @@ def test_other_requests_go_on(earlier: list[Any]) -> None:
     assert desk.redis.end("r1")["finish_reason"] == "length"
 
 
-def test_a_worker_that_does_not_know_its_weights_goes_on() -> None:
+def test_a_worker_that_does_not_know_its_weights_continues_requests() -> None:
     desk = desk_with(start(1, **BEFORE), chunk(1, 1), weights="")
     desk.accept(FakeCeleryRequest())
     assert len(desk.engine.sent) == 1
 
 
-def test_what_was_complete_needs_no_model() -> None:
+def test_a_complete_request_needs_no_model() -> None:
     last = (1, 1, "chunk", {"index": 0, "token_ids": [13], "text": "d", "logprobs": None, "finish_reason": "stop"})
     desk = desk_with(start(1, **BEFORE), last)
     desk.accept(FakeCeleryRequest())
@@ -100,7 +100,7 @@ def test_another_adapter_under_the_same_name_is_another_model() -> None:
     assert "adapter l2" in str(begun_with(events("l2"), serves))
 
 
-def test_an_engine_that_comes_back_with_other_weights_continues_nothing_and_ends_the_worker() -> None:
+def test_an_engine_restarted_with_other_weights_resumes_nothing_and_ends_the_worker() -> None:
     desk = Desk()
     desk.dispatcher.on_engine_ready(replace(MODEL, weights="aa"), CAPABILITIES)
     desk.dispatcher.on_engine_ready(replace(MODEL, weights="aa"), CAPABILITIES)

@@ -1,4 +1,4 @@
-"""Small plain requests, which are prepared without another process."""
+"""Small plain requests are prepared without another process."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def sent(desk: Desk) -> list[str]:
     ],
     ids=str,
 )
-def test_a_plain_request_is_prepared_as_the_processes_do_it(kwargs: Any) -> None:
+def test_a_plain_request_is_prepared_as_in_a_process(kwargs: Any) -> None:
     desk = Desk()
     answer = desk.quick.preparer.answer("r1", "application/x-msgpack", msgpack.packb([[], kwargs, {}]))
     assert ["prepared", asdict(prepare(kwargs))] == answer
@@ -72,7 +72,7 @@ def test_a_plain_request_is_prepared_as_the_processes_do_it(kwargs: Any) -> None
     ],
     ids=lambda kwargs: str(kwargs)[:60],
 )
-def test_what_may_take_longer_is_left_to_a_process_before_anything_is_tokenised(kwargs: Any) -> None:
+def test_a_request_that_may_take_longer_goes_to_a_process_untokenised(kwargs: Any) -> None:
     tokenizer = CountingTokenizer()
     assert prepare(kwargs, tokenizer=tokenizer) is None
     assert tokenizer.encoded == 0
@@ -96,7 +96,7 @@ def test_what_may_take_longer_is_left_to_a_process_before_anything_is_tokenised(
     ],
     ids=repr,
 )
-def test_what_cannot_be_served_is_left_to_a_process_to_refuse(body: bytes) -> None:
+def test_a_request_that_cannot_be_served_goes_to_a_process(body: bytes) -> None:
     assert prepare(None, body=body) is None
 
 
@@ -131,5 +131,5 @@ def test_a_plain_request_that_is_refused_gets_its_answer(desk: Desk) -> None:
     desk.assert_idle()
 
 
-def test_a_worker_with_logits_processors_prepares_nothing_by_itself() -> None:
+def test_a_worker_with_logits_processors_prepares_nothing_on_its_event_loop() -> None:
     assert Desk(logits_processors=["engine.processors:CountUp"]).plain is None

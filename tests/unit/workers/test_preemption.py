@@ -1,4 +1,4 @@
-"""Which running requests make room for better ones, and which stay."""
+"""Running requests are preempted for requests of higher priority."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace_broker.keys import engine_losses_key, stream_key
-from headrace_workers.quarantine import SUSPECT_LOSSES
+from headrace_workers.isolation import SUSPECT_LOSSES
 from headrace_workers.settlement import EXPIRED
 from unit.workers.desk import Desk
 from unit.workers.fakes import AWAY, CAPABILITIES, FakeCeleryRequest, step
@@ -26,7 +26,7 @@ def running(desk: Desk) -> list[str]:
     return [job.request_id for job in desk.dispatcher._in_flight]
 
 
-def test_the_request_of_the_worst_level_makes_room() -> None:
+def test_the_request_of_the_lowest_priority_is_preempted() -> None:
     desk = Desk(max_num_seqs=3)
     accept(desk, "middle", 3)
     worst = accept(desk, "worst", 9)
@@ -40,7 +40,7 @@ def test_the_request_of_the_worst_level_makes_room() -> None:
     assert desk.value("headrace_queue_returned_messages_total", reason="preempted") == 1
 
 
-def test_of_equals_the_one_with_the_fewest_tokens_makes_room() -> None:
+def test_among_equals_the_request_with_the_fewest_tokens_is_preempted() -> None:
     desk = Desk(max_num_seqs=3)
     for request_id, prompt in (("long", "abcdefgh"), ("short", "ab"), ("middle", "abcd")):
         accept(desk, request_id, 9, prompt)
@@ -52,7 +52,7 @@ def test_of_equals_the_one_with_the_fewest_tokens_makes_room() -> None:
     assert running(desk) == ["long", "middle", "best"]
 
 
-def test_a_request_that_waits_in_the_engine_loses_nothing_and_makes_room_first() -> None:
+def test_a_request_that_waits_in_the_engine_is_preempted_first() -> None:
     desk = Desk(max_num_seqs=2)
     accept(desk, "computed", 9, "a")
     accept(desk, "waiting", 9, "abcdefgh")
@@ -63,7 +63,7 @@ def test_a_request_that_waits_in_the_engine_loses_nothing_and_makes_room_first()
     assert running(desk) == ["computed", "best"]
 
 
-def test_a_better_request_goes_before_worse_ones_that_wait_in_the_engine() -> None:
+def test_a_request_of_higher_priority_is_taken_while_lower_ones_wait_in_the_engine() -> None:
     desk = Desk(max_num_seqs=4)
     for request_id in ("computed", "waiting"):
         accept(desk, request_id, 6)
@@ -77,7 +77,7 @@ def test_a_better_request_goes_before_worse_ones_that_wait_in_the_engine() -> No
     assert running(desk) == ["computed", "waiting", "best"]
 
 
-def test_a_better_request_goes_before_one_that_the_engine_has_evicted() -> None:
+def test_a_request_of_higher_priority_is_taken_before_one_that_the_engine_preempted() -> None:
     desk = Desk(max_num_seqs=4)
     for request_id in ("computed", "evicted"):
         accept(desk, request_id, 9)
@@ -87,7 +87,7 @@ def test_a_better_request_goes_before_one_that_the_engine_has_evicted() -> None:
     assert desk.dispatcher.preemption_credit() == (9, 1)
 
 
-def test_no_more_better_requests_are_taken_than_wait_in_the_engine() -> None:
+def test_no_more_requests_of_higher_priority_are_taken_than_wait_in_the_engine() -> None:
     desk = Desk(max_num_seqs=8)
     for request_id in ("one", "other"):
         accept(desk, request_id, 9)
@@ -100,7 +100,7 @@ def test_no_more_better_requests_are_taken_than_wait_in_the_engine() -> None:
     assert desk.dispatcher.preemption_credit() == (9, 1)
 
 
-def test_a_request_of_no_better_step_does_not_go_before_those_that_wait_in_the_engine() -> None:
+def test_a_request_of_equal_step_is_not_taken_while_others_wait_in_the_engine() -> None:
     desk = Desk(max_num_seqs=4)
     accept(desk, "computed", 0)
     accept(desk, "waiting", 0)
@@ -109,7 +109,7 @@ def test_a_request_of_no_better_step_does_not_go_before_those_that_wait_in_the_e
     assert desk.dispatcher.preemption_credit()[0] == 0
 
 
-def test_requests_of_equal_and_better_levels_stay() -> None:
+def test_requests_of_equal_and_higher_priority_are_not_preempted() -> None:
     desk = Desk(max_num_seqs=2)
     accept(desk, "equal", 3)
     accept(desk, "better", 0)
@@ -119,7 +119,7 @@ def test_requests_of_equal_and_better_levels_stay() -> None:
     assert running(desk) == ["equal", "better", "new"]
 
 
-def test_a_free_slot_is_taken_before_anybody_makes_room() -> None:
+def test_a_free_slot_is_used_before_a_request_is_preempted() -> None:
     desk = Desk(max_num_seqs=2)
     accept(desk, "worse", 9)
     assert desk.dispatcher.preemption_credit() == (0, 0)
@@ -129,7 +129,7 @@ def test_a_free_slot_is_taken_before_anybody_makes_room() -> None:
     assert running(desk) == ["worse", "best"]
 
 
-def test_room_is_made_for_each_choice_of_the_better_request() -> None:
+def test_each_choice_of_the_request_of_higher_priority_gets_a_slot() -> None:
     desk = Desk(max_num_seqs=4)
     accept(desk, "pair", 9, n=2, temperature=1)
     accept(desk, "one", 9)
@@ -142,7 +142,7 @@ def test_room_is_made_for_each_choice_of_the_better_request() -> None:
     assert "best" in running(desk)
 
 
-def test_what_a_preempted_request_has_got_is_in_its_stream_and_the_stream_stays_open() -> None:
+def test_the_stream_of_a_preempted_request_has_its_tokens_and_stays_open() -> None:
     desk = Desk(max_num_seqs=1, publish_interval=60)
     accept(desk, "worse", 9)
     for token_id in (10, 11, 12):
@@ -159,7 +159,7 @@ def seconds_left(desk: Desk, request_id: str) -> float:
     return float(desk.redis.milliseconds_left[stream_key(request_id)] / 1000)
 
 
-def test_the_stream_of_a_request_that_is_handed_back_by_a_drain_waits_with_it_in_the_queue() -> None:
+def test_the_stream_of_a_request_handed_back_by_a_drain_is_kept_with_it() -> None:
     desk = Desk()
     accept(desk, "drained", 9)
 
@@ -168,7 +168,7 @@ def test_the_stream_of_a_request_that_is_handed_back_by_a_drain_waits_with_it_in
     assert seconds_left(desk, "drained") == 86_400
 
 
-def test_the_stream_of_a_preempted_request_waits_with_it_until_it_is_claimed_again() -> None:
+def test_the_stream_of_a_preempted_request_is_kept_until_it_is_claimed_again() -> None:
     desk = Desk(max_num_seqs=1)
     accept(desk, "worse", 9)
     accept(desk, "best", 0)
@@ -179,7 +179,7 @@ def test_the_stream_of_a_preempted_request_waits_with_it_until_it_is_claimed_aga
     assert seconds_left(desk, "worse") == 60
 
 
-def test_a_request_is_preempted_though_redis_refuses_to_keep_its_stream() -> None:
+def test_a_request_is_preempted_even_if_redis_refuses_to_keep_its_stream() -> None:
     desk = Desk(max_num_seqs=1)
     worse = accept(desk, "worse", 9)
     (job,) = desk.dispatcher._in_flight
@@ -190,7 +190,7 @@ def test_a_request_is_preempted_though_redis_refuses_to_keep_its_stream() -> Non
     assert worse.fate == ["accepted", "preempted"]
 
 
-def test_a_preempted_request_goes_on_behind_its_last_token() -> None:
+def test_a_preempted_request_resumes_after_its_last_token() -> None:
     desk = Desk(max_num_seqs=1)
     accept(desk, "worse", 9)
     desk.generate(10)
@@ -206,7 +206,7 @@ def test_a_preempted_request_goes_on_behind_its_last_token() -> None:
 
 
 @pytest.mark.parametrize("outcome", ["expired", "revoked"])
-def test_a_request_that_ends_in_the_queue_after_it_was_preempted_pays_for_its_tokens(outcome: str) -> None:
+def test_a_preempted_request_that_ends_in_the_queue_is_charged_for_its_tokens(outcome: str) -> None:
     desk = Desk(max_num_seqs=1)
     accept(desk, "worse", 9)
     desk.generate(10)
@@ -218,7 +218,7 @@ def test_a_request_that_ends_in_the_queue_after_it_was_preempted_pays_for_its_to
     assert again.tokens == len("abc") + 1
 
 
-def test_a_request_that_is_cancelled_in_the_queue_after_it_was_preempted_pays_for_its_tokens() -> None:
+def test_a_preempted_request_cancelled_in_the_queue_is_charged_for_its_tokens() -> None:
     desk = Desk(max_num_seqs=2)
     accept(desk, "worse", 9)
     desk.generate(10)
@@ -231,7 +231,7 @@ def test_a_request_that_is_cancelled_in_the_queue_after_it_was_preempted_pays_fo
     assert again.tokens == len("abc") + 1
 
 
-def test_a_request_is_preempted_so_often_and_then_stays() -> None:
+def test_a_request_is_preempted_at_most_max_preemptions_times() -> None:
     desk = Desk(max_num_seqs=1, max_preemptions=2)
     accept(desk, "twice", 9, preemptions=2)
     assert desk.dispatcher.preemption_credit() == (0, 0)
@@ -241,7 +241,7 @@ def test_a_request_is_preempted_so_often_and_then_stays() -> None:
     assert running(desk) == ["twice", "best"]
 
 
-def test_nobody_is_preempted_where_it_is_switched_off() -> None:
+def test_no_request_is_preempted_if_preemption_is_off() -> None:
     desk = Desk(max_num_seqs=1, max_preemptions=0)
     accept(desk, "worse", 9)
 
@@ -252,7 +252,7 @@ def test_nobody_is_preempted_where_it_is_switched_off() -> None:
     ("exact_resume", "stays"),
     [("all", []), ("greedy", ["sampled"]), ("none", ["greedy", "sampled"])],
 )
-def test_a_request_stays_where_the_engine_would_not_go_on_exactly(exact_resume: Any, stays: list[str]) -> None:
+def test_a_request_that_cannot_resume_exactly_is_not_preempted(exact_resume: Any, stays: list[str]) -> None:
     desk = Desk(max_num_seqs=2, capabilities=replace(CAPABILITIES, exact_resume=exact_resume))
     accept(desk, "greedy", 9, temperature=0)
     accept(desk, "sampled", 9, temperature=1, seed=1)
@@ -262,14 +262,14 @@ def test_a_request_stays_where_the_engine_would_not_go_on_exactly(exact_resume: 
     assert running(desk) == [*stays, "best"]
 
 
-def test_messages_that_are_being_prepared_are_counted() -> None:
+def test_messages_under_preparation_are_counted() -> None:
     desk = Desk(max_num_seqs=2)
     accept(desk, "one", 9)
     accept(desk, "other", 9)
     desk.quick.is_held = True
     accept(desk, "best", 0)
     assert desk.dispatcher.preemption_credit() == (9, 1)
-    assert running(desk) == ["one", "other"]  # until the better one is prepared
+    assert running(desk) == ["one", "other"]  # until the new one is prepared
 
     desk.quick.answer()
 
@@ -277,7 +277,7 @@ def test_messages_that_are_being_prepared_are_counted() -> None:
     assert "best" in running(desk)
 
 
-def test_nobody_makes_room_for_a_request_that_is_refused() -> None:
+def test_a_refused_request_preempts_nothing() -> None:
     desk = Desk(max_num_seqs=1)
     accept(desk, "worse", 9)
 
@@ -286,7 +286,7 @@ def test_nobody_makes_room_for_a_request_that_is_refused() -> None:
     assert running(desk) == ["worse"]
 
 
-def test_nobody_makes_room_for_a_request_to_which_nobody_listens() -> None:
+def test_an_abandoned_request_preempts_nothing() -> None:
     desk = Desk(max_num_seqs=1)
     accept(desk, "worse", 9)
     desk.dispatcher._in_flight._listeners.is_abandoned = lambda job: True  # type: ignore[method-assign]
@@ -297,7 +297,7 @@ def test_nobody_makes_room_for_a_request_to_which_nobody_listens() -> None:
     assert desk.redis.end("left")["finish_reason"] == "cancelled"
 
 
-def test_nobody_makes_room_for_a_request_that_is_to_run_alone_later() -> None:
+def test_a_suspect_preempts_nothing() -> None:
     desk = Desk(max_num_seqs=1)
     worse = accept(desk, "worse", 9)
     desk.redis.values[engine_losses_key("suspect")] = SUSPECT_LOSSES
@@ -307,7 +307,7 @@ def test_nobody_makes_room_for_a_request_that_is_to_run_alone_later() -> None:
     assert worse.fate == ["accepted"]
 
 
-def test_nobody_makes_room_for_a_request_that_only_has_to_be_ended() -> None:
+def test_a_complete_request_preempts_nothing() -> None:
     desk = Desk(max_num_seqs=1)
     accept(desk, "complete", 0)
     desk.generate(10)
@@ -322,7 +322,7 @@ def test_nobody_makes_room_for_a_request_that_only_has_to_be_ended() -> None:
     assert desk.redis.end("complete")["finish_reason"] == "length"
 
 
-def test_nothing_is_published_early_where_nobody_can_make_room() -> None:
+def test_held_back_tokens_are_not_published_if_nothing_can_be_preempted() -> None:
     desk = Desk(max_num_seqs=1, publish_interval=60)
     accept(desk, "worse", 9, preemptions=3)
     for token_id in (10, 11, 12):
@@ -334,7 +334,7 @@ def test_nothing_is_published_early_where_nobody_can_make_room() -> None:
     assert desk.text("worse") == "a"
 
 
-def test_nobody_makes_room_where_what_was_held_back_ends_a_request() -> None:
+def test_nothing_is_preempted_if_held_back_output_ends_a_request() -> None:
     desk = Desk(max_num_seqs=2, publish_interval=60)
     accept(desk, "ends", 9)
     desk.generate(10)
@@ -354,7 +354,7 @@ def test_nobody_makes_room_where_what_was_held_back_ends_a_request() -> None:
     assert running(desk) == ["stays", "best"]
 
 
-def test_what_cannot_be_shown_is_the_engines_fault_and_not_the_better_requests() -> None:
+def test_output_that_cannot_be_published_fails_the_engine_and_not_the_preempting_request() -> None:
     desk = Desk(max_num_seqs=1, publish_interval=60)
     accept(desk, "worse", 9)
     for token_id in (10, 11):
@@ -373,7 +373,7 @@ def test_what_cannot_be_shown_is_the_engines_fault_and_not_the_better_requests()
     assert "best" in running(desk)
 
 
-def test_nothing_better_is_taken_while_the_worker_drains() -> None:
+def test_no_request_of_higher_priority_is_taken_while_the_worker_drains() -> None:
     desk = Desk(max_num_seqs=1)
     accept(desk, "worse", 9)
     desk.dispatcher.drain()
@@ -381,7 +381,7 @@ def test_nothing_better_is_taken_while_the_worker_drains() -> None:
     assert desk.dispatcher.preemption_credit() == (0, 0)
 
 
-def test_the_wait_of_a_preempted_request_is_not_observed_again() -> None:
+def test_the_wait_of_a_preempted_request_is_observed_once() -> None:
     desk = Desk(max_num_seqs=4)
     desk.accept(FakeCeleryRequest("first", lease_id="first", enqueued_at=1.0))
     desk.accept(FakeCeleryRequest("again", lease_id="again", enqueued_at=1.0, preemptions=1))

@@ -1,4 +1,4 @@
-"""Messages under preparation: who waits for whom, and what may happen to a message meanwhile."""
+"""Messages under preparation: their order, and events that end one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def desk() -> Desk:
 
 @pytest.fixture
 def held(desk: Desk) -> Desk:
-    """Nothing is prepared until the test says so."""
+    """A desk that prepares nothing until the test calls `answer`."""
     desk.quick.is_held = desk.slow.is_held = True
     return desk
 
@@ -73,7 +73,7 @@ def test_a_small_request_does_not_wait_for_a_large_one(desk: Desk) -> None:
     assert desk.dispatcher.credit() == 2
 
 
-def test_what_is_not_quick_goes_on_in_the_slow_lane(desk: Desk) -> None:
+def test_a_request_that_is_not_quick_goes_to_the_slow_lane(desk: Desk) -> None:
     desk.slow.is_held = True
     take(desk, "r1", GRAMMAR)
     take(desk, "r2")
@@ -81,7 +81,7 @@ def test_what_is_not_quick_goes_on_in_the_slow_lane(desk: Desk) -> None:
     assert len(desk.slow.submitted) == 1
 
 
-def test_a_refused_request_claims_no_stream_and_leaves_its_slot(held: Desk) -> None:
+def test_a_refused_request_claims_no_stream_and_frees_its_slot(held: Desk) -> None:
     request = take(held, "r1")
     held.quick.answer("refused", "invalid_request", "the prompt is empty")
     held.settle()
@@ -101,13 +101,13 @@ def test_a_body_that_cannot_be_decoded_is_rejected(desk: Desk) -> None:
     desk.assert_idle()
 
 
-def test_a_fault_of_the_preparation_is_an_answer_without_the_errors_text(held: Desk) -> None:
+def test_an_unexpected_error_is_answered_without_its_text(held: Desk) -> None:
     take(held, "r1")
     held.quick.answer("failed", "ZeroDivisionError", ["somewhere"])
     held.settle()
     assert held.results["r1"]["error"] == {
         "code": "engine_error",
-        "message": "the request could not be taken in: ZeroDivisionError",
+        "message": "the request could not be started: ZeroDivisionError",
     }
 
 
@@ -125,7 +125,7 @@ def test_tenants_take_turns_in_the_slow_lane() -> None:
 
 
 @pytest.mark.parametrize("is_behind_another", [False, True])
-def test_a_slow_request_that_cannot_be_sent_is_answered_and_the_next_goes_on(
+def test_a_slow_request_that_cannot_be_sent_is_answered_and_the_next_continues(
     monkeypatch: pytest.MonkeyPatch, *, is_behind_another: bool
 ) -> None:
     desk = Desk(max_num_seqs=16)
@@ -146,7 +146,7 @@ def test_a_slow_request_that_cannot_be_sent_is_answered_and_the_next_goes_on(
     desk.settle()
     assert {name: desk.results[name]["error"]["message"] for name in names} == {
         "first": "no",
-        "bad": "the request could not be taken in: UnicodeEncodeError",
+        "bad": "the request could not be started: UnicodeEncodeError",
         "last": "no",
     }
     assert desk.dispatcher.is_idle
@@ -182,7 +182,7 @@ def test_one_slot_can_hold_a_slow_request() -> None:
     assert desk.results["r1"]["error"]["code"] == "invalid_request"
 
 
-def test_draining_and_pausing_hand_back_what_is_under_preparation_last_first(held: Desk) -> None:
+def test_draining_and_pausing_hand_back_messages_under_preparation_last_first(held: Desk) -> None:
     order: list[str] = []
     for name in ("r1", "r2"):
         request = take(held, name)
@@ -196,11 +196,11 @@ def test_draining_and_pausing_hand_back_what_is_under_preparation_last_first(hel
     assert third.fate == ["handed back"]
     assert held.dispatcher.is_idle
     for _ in range(3):
-        held.quick.answer()  # late: nobody waits for it
+        held.quick.answer()  # late: the message was handed back
     assert sent(held) == []
 
 
-def test_a_lost_connection_forgets_what_is_under_preparation(held: Desk) -> None:
+def test_a_lost_connection_drops_messages_under_preparation(held: Desk) -> None:
     take(held, "r1")
     held.dispatcher.attach(held.hub)
     held.quick.answer()
@@ -240,7 +240,7 @@ def test_a_request_that_is_revoked_while_it_is_prepared_never_runs(held: Desk) -
     assert held.redis.streams == {}
 
 
-def test_a_message_that_comes_again_while_it_is_prepared_goes_on_under_its_new_lease(held: Desk) -> None:
+def test_a_message_redelivered_under_preparation_continues_under_its_new_lease(held: Desk) -> None:
     old, new = take(held, "r1", lease_id="l1"), take(held, "r1", lease_id="l2")
     assert len(held.quick.submitted) == 1
     assert old.fate == ["acknowledged"]
@@ -250,7 +250,7 @@ def test_a_message_that_comes_again_while_it_is_prepared_goes_on_under_its_new_l
     assert sent(held) == ["r1"]
 
 
-def test_a_request_that_is_prepared_while_the_engine_is_gone_waits_for_the_next(held: Desk) -> None:
+def test_a_request_prepared_while_the_engine_is_dead_waits_for_the_next(held: Desk) -> None:
     take(held, "r1")
     held.engine.is_ready = False
     held.dispatcher.on_engine_lost("boom", "crash", was_ready=True)
@@ -268,7 +268,7 @@ def test_a_claim_that_redis_refuses_hands_the_prepared_request_back(held: Desk) 
     assert held.dispatcher.credit() == 0
 
 
-def test_a_verdict_on_a_grammar_is_told_to_the_quick_lane(desk: Desk) -> None:
+def test_a_verdict_on_a_grammar_is_sent_to_the_quick_lane(desk: Desk) -> None:
     desk.slow.on_verdict("grammar", "it is empty")
     assert desk.quick.learned == {"grammar": "it is empty"}
 
@@ -280,7 +280,7 @@ def test_the_worker_ends_with_its_lanes(desk: Desk) -> None:
 
 
 class HungAdapters(Adapters):
-    """Those of a mount that answers when the test lets it."""
+    """Adapters on a mount that answers when the test lets it."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__({}, str(folder))
@@ -292,7 +292,7 @@ class HungAdapters(Adapters):
         return super().find(name)
 
 
-def test_an_adapter_on_a_hung_mount_holds_up_nobody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_on_a_hung_mount_delays_no_other_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("good", "hung"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text("{}")
@@ -329,10 +329,10 @@ def test_lookups_that_hang_are_bounded_in_number(tmp_path: Path, monkeypatch: py
     desk.wait_soon()
     desk.settle()
     for name in ("r1", "r2"):
-        assert desk.results[name]["error"]["message"] == "tiny has no LoRA adapter of the name 'hung'"
+        assert desk.results[name]["error"]["message"] == "tiny has no LoRA adapter named 'hung'"
 
 
-def test_nothing_is_kept_of_those_who_ask_again_for_what_hangs() -> None:
+def test_repeated_lookups_of_a_hung_adapter_leave_no_state() -> None:
     answers: list[str] = []
     lookups, hub, may_answer = FileLookups(), FakeHub(), threading.Event()
     lookups.attach(hub)
@@ -358,7 +358,7 @@ def test_nothing_is_kept_of_those_who_ask_again_for_what_hangs() -> None:
     assert answers == ["found"]
 
 
-def test_an_adapter_is_looked_up_again_where_no_thread_could_be_started(
+def test_an_adapter_is_looked_up_again_after_no_thread_could_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(**_: Any) -> None:
@@ -373,19 +373,19 @@ def test_an_adapter_is_looked_up_again_where_no_thread_could_be_started(
     desk.settle()
     assert [desk.results[name]["error"]["message"] for name in ("r1", "r2")] == [
         "the folders of LoRA adapters cannot be read at the moment",
-        "tiny has no LoRA adapter of the name 'nosuch'",
+        "tiny has no LoRA adapter named 'nosuch'",
     ]
 
 
 @pytest.mark.parametrize(("share", "salts"), [(False, ["tenant a", "tenant b", ""]), (True, ["", "", ""])])
-def test_tenants_do_not_share_the_prefix_cache_unless_they_are_told_to(share: bool, salts: list[str]) -> None:
+def test_tenants_share_the_prefix_cache_only_if_the_setting_says_so(share: bool, salts: list[str]) -> None:
     desk = Desk(share_prefix_cache=share)
     for request_id, headers in (("r1", {"tenant": "a"}), ("r2", {"tenant": "b"}), ("r3", {})):
         take(desk, request_id, **headers)
     assert [request.cache_salt for request in desk.engine.sent] == salts
 
 
-def test_a_large_bodys_content_is_not_looked_at_on_the_event_loop(held: Desk) -> None:
+def test_a_large_body_is_not_decoded_on_the_event_loop(held: Desk) -> None:
     request = FakeCeleryRequest("r1")
     request.body = msgpack.packb([[], {"x": [{}] * 100_000}, {}])
     held.accept(request)

@@ -1,4 +1,4 @@
-"""The process that prepares requests: what it answers, how it is bounded, and what its end costs."""
+"""The process that prepares requests: its answers, its limits, and its death."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LARGE_TEMPLATE = "{% if messages[0].content == 'ab' %}{{ 'a' * 2000000000 }}{% e
 
 
 class Lane:
-    """A lane in a real event loop, and what it has answered."""
+    """A lane in a real event loop, with its answers."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ def test_requests_are_prepared_in_their_order(make_lane: Callable[..., Lane]) ->
     assert list(lane.answers) == [1, 2, 3]
 
 
-def test_what_is_wrong_is_answered(make_lane: Callable[..., Lane]) -> None:
+def test_invalid_requests_are_answered(make_lane: Callable[..., Lane]) -> None:
     lane = make_lane()
     first = lane.submit({"prompt": "abc", "sampling_params": {"n": 0}})
     second = lane.submit(None, body=b"\xc1")
@@ -125,7 +125,7 @@ def test_what_is_wrong_is_answered(make_lane: Callable[..., Lane]) -> None:
     assert undecodable[0] == "undecodable"
 
 
-def test_what_the_engine_lacks_is_refused_by_name(make_lane: Callable[..., Lane]) -> None:
+def test_a_feature_that_the_engine_lacks_is_refused_by_name(make_lane: Callable[..., Lane]) -> None:
     lane = make_lane(capabilities=replace(CAPABILITIES, max_logit_bias=1, temperature_range=(0.01, 2.0)))
     asked = [{"logit_bias": {"10": 1}, "temperature": 2}, {"logit_bias": {"10": 1, "11": 1}, "temperature": 3}]
     good, bad = lane.wait(*[lane.submit({"prompt": "abc", "sampling_params": params}) for params in asked])
@@ -146,7 +146,7 @@ def test_nothing_but_data_is_ever_decoded(make_lane: Callable[..., Lane]) -> Non
     assert problem.startswith("its content-type is application/x-python-serialize; accepted are")
 
 
-def test_a_chat_template_that_never_ends_is_ended_and_said_so(make_lane: Callable[..., Lane]) -> None:
+def test_a_chat_template_that_never_ends_is_stopped_and_reported(make_lane: Callable[..., Lane]) -> None:
     lane = make_lane(ENDLESS)
     endless, other = lane.submit(chat("ab")), lane.submit(chat("c"))
     refused, prepared = lane.wait(endless, other)
@@ -158,21 +158,21 @@ def test_a_chat_template_that_never_ends_is_ended_and_said_so(make_lane: Callabl
     assert prepared[0] == "prepared"
 
 
-def test_a_chat_template_that_wants_all_memory_is_refused(make_lane: Callable[..., Lane]) -> None:
+def test_a_chat_template_that_exhausts_memory_is_refused(make_lane: Callable[..., Lane]) -> None:
     lane = make_lane(LARGE_TEMPLATE, cpu_seconds=20)
     refused, prepared = lane.wait(lane.submit(chat("ab")), lane.submit(chat("c")))
     assert refused[0] == "refused"
     assert prepared[0] == "prepared"
 
 
-def test_a_quick_lane_gives_up_what_takes_long(make_lane: Callable[..., Lane]) -> None:
+def test_a_quick_lane_answers_slow_for_a_long_request(make_lane: Callable[..., Lane]) -> None:
     lane = make_lane(ENDLESS, is_quick=True, cpu_seconds=20)
     slow, prepared = lane.wait(lane.submit(chat("ab")), lane.submit(chat("c")))
     assert slow == ["slow"]
     assert prepared[0] == "prepared"
 
 
-def test_a_quick_lane_tries_no_grammar_and_learns_what_another_found(make_lane: Callable[..., Lane]) -> None:
+def test_a_quick_lane_compiles_no_grammar_and_learns_verdicts(make_lane: Callable[..., Lane]) -> None:
     kwargs = {"prompt": "a", "sampling_params": {"structured_outputs": {"choice": ["ab"]}}}
     slow, quick = make_lane(cpu_seconds=20), make_lane(is_quick=True, cpu_seconds=20)
     assert quick.wait(quick.submit(kwargs)) == [["slow"]]
@@ -183,7 +183,7 @@ def test_a_quick_lane_tries_no_grammar_and_learns_what_another_found(make_lane: 
     assert learned == tried
 
 
-def test_a_process_that_is_killed_once_costs_nobody_anything(make_lane: Callable[..., Lane]) -> None:
+def test_a_process_that_is_killed_once_fails_no_request(make_lane: Callable[..., Lane]) -> None:
     lane = make_lane()
     lane.wait(lane.submit({"prompt": "a"}))
     os.kill(lane.pid, signal.SIGSTOP)
@@ -231,7 +231,7 @@ def test_requests_wait_for_a_process_that_dies_at_its_start(
     assert not lane.lane.is_failing
 
 
-def test_a_process_that_hangs_is_ended(make_lane: Callable[..., Lane], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_hangs_is_killed(make_lane: Callable[..., Lane], monkeypatch: pytest.MonkeyPatch) -> None:
     lane = make_lane()
     lane.wait(lane.submit({"prompt": "a"}))
     os.kill(lane.pid, signal.SIGSTOP)
@@ -244,9 +244,7 @@ def test_a_process_that_hangs_is_ended(make_lane: Callable[..., Lane], monkeypat
     assert prepared[0] == "prepared"
 
 
-def test_a_process_that_dies_idle_is_started_again(
-    make_lane: Callable[..., Lane], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_dies_idle_is_restarted(make_lane: Callable[..., Lane], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation_lane, "_RESTART_SECONDS", 0.0)
     lane = make_lane()
     lane.wait(lane.submit({"prompt": "a"}))
@@ -258,11 +256,11 @@ def test_a_process_that_dies_idle_is_started_again(
     assert lane.wait(number)[0][0] == "prepared"
 
 
-def test_a_body_that_the_pipe_cannot_take_does_not_stop_the_loop(make_lane: Callable[..., Lane]) -> None:
+def test_a_body_larger_than_the_pipe_does_not_block_the_loop(make_lane: Callable[..., Lane]) -> None:
     lane = make_lane(cpu_seconds=20)
     lane.wait(lane.submit({"prompt": "a"}))
     os.kill(lane.pid, signal.SIGSTOP)
-    large = lane.submit({"prompt": "a", "x": "y" * (8 << 20)})  # would wait for ever, did it wait
+    large = lane.submit({"prompt": "a", "x": "y" * (8 << 20)})  # would block for ever if it blocked
     small = lane.submit({"prompt": "b"})
     os.kill(lane.pid, signal.SIGCONT)
     refused, prepared = lane.wait(large, small)

@@ -1,4 +1,4 @@
-"""Chunks that wait for each other, so that fewer of them are written."""
+"""Tokens of one publish interval are written as one chunk."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def chunks(desk: Desk, request_id: str = "r1") -> list[str]:
     return [data["text"] for _, _, kind, data in desk.redis.entries(request_id) if kind == "chunk"]
 
 
-def test_what_comes_within_an_interval_is_one_chunk_but_the_first_token_and_the_last_come_at_once(
-    desk: Desk, clock: Clock
-) -> None:
+def test_tokens_of_one_interval_are_one_chunk_except_the_first_and_the_last(desk: Desk, clock: Clock) -> None:
     desk.accept(FakeCeleryRequest())
     shown = []
     for token_id in (13, 14, 15, 16, 17):
@@ -71,7 +69,7 @@ def test_a_first_token_does_not_wait_for_another_request(desk: Desk) -> None:
     assert (chunks(desk, "r1"), chunks(desk, "r2")) == (["d"], ["f"])
 
 
-def test_what_was_held_back_is_published_by_a_step_that_brings_news_of_others_only(desk: Desk, clock: Clock) -> None:
+def test_held_back_output_is_published_by_a_step_with_outputs_of_others_only(desk: Desk, clock: Clock) -> None:
     desk.accept(FakeCeleryRequest("r1"))
     desk.accept(FakeCeleryRequest("r2"))
     desk.generate(13, 13)
@@ -96,7 +94,7 @@ def test_nothing_is_held_back_for_longer_than_two_intervals_when_no_step_ends(de
     assert desk.hub.pending() == []
 
 
-def test_the_timer_leaves_alone_what_came_after_a_step_that_published(desk: Desk, clock: Clock) -> None:
+def test_the_timer_does_not_publish_output_held_back_after_a_later_publish(desk: Desk, clock: Clock) -> None:
     desk.accept(FakeCeleryRequest())
     desk.generate(13)
     desk.generate(14)
@@ -123,8 +121,8 @@ def test_a_stop_string_ends_the_choice_in_the_step_that_completes_it(desk: Desk)
     assert desk.engine.aborted == [desk.engine.sent[0].request_id]
 
 
-def test_a_lost_engine_has_lost_nothing_that_was_held_back(desk: Desk, clock: Clock) -> None:
-    """The quarantine looks for what killed it at the very next token."""
+def test_a_lost_engine_loses_no_held_back_output(desk: Desk, clock: Clock) -> None:
+    """Isolation needs the requests to resume at the token that killed the engine."""
     desk.accept(FakeCeleryRequest())
     for token_id in (13, 14, 15):
         desk.generate(token_id)
@@ -140,7 +138,7 @@ def test_a_lost_engine_has_lost_nothing_that_was_held_back(desk: Desk, clock: Cl
     assert desk.results["r1"]["outputs"][0]["token_ids"] == [13, 14, 15, 16]
 
 
-def test_a_new_connection_takes_over_the_timer_that_celery_may_have_cancelled(desk: Desk, clock: Clock) -> None:
+def test_a_new_connection_renews_the_timer_that_celery_may_have_cancelled(desk: Desk, clock: Clock) -> None:
     desk.accept(FakeCeleryRequest())
     desk.generate(13)
     desk.generate(14)
@@ -156,7 +154,7 @@ def test_a_new_connection_takes_over_the_timer_that_celery_may_have_cancelled(de
     assert desk.hub.pending() == []
 
 
-def test_what_cannot_be_published_by_the_timer_ends_the_engine_as_in_a_step(
+def test_an_error_of_the_timer_fails_the_engine_as_in_a_step(
     desk: Desk, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     desk.accept(FakeCeleryRequest())
@@ -172,7 +170,7 @@ def test_what_cannot_be_published_by_the_timer_ends_the_engine_as_in_a_step(
     assert [str(failure) for failure in desk.engine.failures] == ["no reason"]
 
 
-def test_the_time_between_tokens_is_that_of_each_choice(desk: Desk, clock: Clock) -> None:
+def test_the_time_between_tokens_is_measured_for_each_choice(desk: Desk, clock: Clock) -> None:
     params = {"max_tokens": 9, "n": 2}
     desk.accept(FakeCeleryRequest("r1", {"prompt": "abc", "sampling_params": params}))
     for _ in range(4):
@@ -187,7 +185,7 @@ def test_the_time_between_tokens_is_that_of_each_choice(desk: Desk, clock: Clock
     assert desk.value("headrace_inter_token_latency_seconds_sum") == pytest.approx(9 * INTERVAL / 5)
 
 
-def test_a_deadline_shows_what_was_held_back() -> None:
+def test_a_deadline_publishes_held_back_output() -> None:
     desk = Desk(publish_interval=60)
     desk.accept(FakeCeleryRequest(expires=datetime.now(UTC) + timedelta(seconds=5)))
     for token_id in (13, 14, 15):

@@ -1,4 +1,4 @@
-"""The publisher: what is written, and what happens while Redis does not take it."""
+"""The publisher writes entries, and keeps them while Redis fails."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def offsets(redis: FakeRedis, request_id: str) -> list[int]:
     return [offset for _, offset, kind, _ in redis.entries(request_id) if kind == "chunk"]
 
 
-def test_all_that_was_added_is_written_at_once(publisher: Publisher, redis: FakeRedis) -> None:
+def test_all_added_entries_are_written_in_one_call(publisher: Publisher, redis: FakeRedis) -> None:
     publisher.add(chunk("a", 1), chunk("b", 1))
     publisher.add(chunk("a", 2))
     assert len(publisher) == 3
@@ -44,9 +44,7 @@ def test_all_that_was_added_is_written_at_once(publisher: Publisher, redis: Fake
 
 
 @pytest.mark.parametrize("error", [AWAY, OUT_OF_MEMORY, OSError("no route")])
-def test_entries_wait_until_redis_takes_them_and_keep_their_order(
-    publisher: Publisher, redis: FakeRedis, error: Exception
-) -> None:
+def test_entries_wait_for_redis_and_keep_their_order(publisher: Publisher, redis: FakeRedis, error: Exception) -> None:
     redis.error = error
     publisher.add(chunk("a", 1))
     assert publisher.flush() is None
@@ -59,7 +57,7 @@ def test_entries_wait_until_redis_takes_them_and_keep_their_order(
     assert publisher.flush() == {}
 
 
-def test_after_a_failure_only_a_retry_asks_redis_again(publisher: Publisher, redis: FakeRedis) -> None:
+def test_after_a_failure_only_a_retry_writes_again(publisher: Publisher, redis: FakeRedis) -> None:
     redis.error = AWAY
     publisher.add(chunk("a", 1))
     assert publisher.flush() is None
@@ -71,7 +69,7 @@ def test_after_a_failure_only_a_retry_asks_redis_again(publisher: Publisher, red
     assert offsets(redis, "a") == [1, 2]
 
 
-def test_a_reply_that_was_lost_doubles_nothing(publisher: Publisher, redis: FakeRedis) -> None:
+def test_a_lost_reply_repeats_no_entry(publisher: Publisher, redis: FakeRedis) -> None:
     publisher.add(chunk("a", 1), chunk("a", 2))
     publisher.flush()
     publisher.add(chunk("a", 1), chunk("a", 2), chunk("a", 3))
@@ -79,14 +77,14 @@ def test_a_reply_that_was_lost_doubles_nothing(publisher: Publisher, redis: Fake
     assert offsets(redis, "a") == [1, 2, 3]
 
 
-def test_refused_requests_are_named_and_the_others_written(publisher: Publisher, redis: FakeRedis) -> None:
+def test_refused_attempts_are_returned_and_the_others_written(publisher: Publisher, redis: FakeRedis) -> None:
     redis.streams["headrace:stream:a"].append((2, 0, "start", {"worker": "another"}))
     publisher.add(chunk("a", 1), chunk("gone", 1), chunk("b", 1))
     assert publisher.flush() == {("a", 1): WriteOutcome.FENCED, ("gone", 1): WriteOutcome.GONE}
     assert offsets(redis, "b") == [1]
 
 
-def test_what_was_dropped_is_not_written(publisher: Publisher, redis: FakeRedis) -> None:
+def test_entries_of_a_dropped_attempt_are_not_written(publisher: Publisher, redis: FakeRedis) -> None:
     publisher.add(chunk("a", 1), chunk("b", 1), chunk("a", 2))
     publisher.drop(("a", 1))
     publisher.flush()
@@ -94,12 +92,12 @@ def test_what_was_dropped_is_not_written(publisher: Publisher, redis: FakeRedis)
 
 
 def roll_back(redis: FakeRedis, request_id: str, tokens: int) -> None:
-    """As a replica that takes over, and lacks everything behind so many tokens."""
+    """Lose the entries after so many tokens, as a replica that takes over."""
     key = f"headrace:stream:{request_id}"
     redis.streams[key] = [entry for entry in redis.streams[key] if entry[1] <= tokens]
 
 
-def test_what_the_server_lost_is_written_again(publisher: Publisher, redis: FakeRedis) -> None:
+def test_entries_that_the_server_lost_are_written_again(publisher: Publisher, redis: FakeRedis) -> None:
     for offset in (1, 2, 3):
         publisher.add(chunk("a", offset), chunk("b", offset))
         assert publisher.flush() == {}
@@ -110,19 +108,21 @@ def test_what_the_server_lost_is_written_again(publisher: Publisher, redis: Fake
     assert len(publisher) == 0
 
 
-def test_what_was_dropped_is_not_written_again_under_the_same_number(publisher: Publisher, redis: FakeRedis) -> None:
+def test_entries_of_a_dropped_attempt_are_not_written_to_a_later_one_of_its_number(
+    publisher: Publisher, redis: FakeRedis
+) -> None:
     for offset in (1, 2, 3):
         publisher.add(chunk("a", offset), chunk("b", offset))
         publisher.flush()
     publisher.drop(("a", 1))
     roll_back(redis, "a", 1)
     roll_back(redis, "b", 1)
-    publisher.add(chunk("a", 4), chunk("b", 4))  # of the next attempt, which got the number of the lost one
+    publisher.add(chunk("a", 4), chunk("b", 4))  # of the next attempt, which got the lost attempt's number
     assert publisher.flush() == {("a", 1): WriteOutcome.ROLLED_BACK}
     assert (offsets(redis, "a"), offsets(redis, "b")) == ([1], [1, 2, 3, 4])
 
 
-def test_more_than_is_kept_cannot_be_written_again(redis: FakeRedis) -> None:
+def test_entries_older_than_the_replay_time_cannot_be_written_again(redis: FakeRedis) -> None:
     now = 0.0
     writer = StreamWriter(redis, 60)  # type: ignore[arg-type]
     writer.claim("a", "w")
@@ -137,7 +137,7 @@ def test_more_than_is_kept_cannot_be_written_again(redis: FakeRedis) -> None:
     assert offsets(redis, "a") == [1]
 
 
-def test_a_stream_that_vanished_with_its_server_was_not_deleted(publisher: Publisher, redis: FakeRedis) -> None:
+def test_a_stream_lost_with_its_server_does_not_count_as_deleted(publisher: Publisher, redis: FakeRedis) -> None:
     publisher.add(chunk("a", 1))
     publisher.flush()
     redis.error = AWAY

@@ -1,4 +1,4 @@
-"""The engine's supervisor: start, death, back-off, and when to give up."""
+"""The engine's supervisor: start, death, back-off and giving up."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG = EngineArgs(model="tiny").create_engine_config()
 
 
 class Events:
-    """Writes down what it is told, and fails when asked to."""
+    """Records the engine's events, and raises `error` if it is set."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -49,7 +49,7 @@ class Events:
 
 
 class Engine:
-    """A supervisor whose processes the test plays."""
+    """A supervisor with fake processes."""
 
     def __init__(self, answer: Future[Any] | None = None) -> None:
         self.now = 100.0
@@ -88,7 +88,7 @@ class Engine:
         self.readable()
 
     def die(self, error: Exception | None = None) -> None:
-        self.process.news.append(error or EngineDeadError("killed by SIGKILL"))
+        self.process.outbox.append(error or EngineDeadError("killed by SIGKILL"))
         self.readable()
 
 
@@ -100,17 +100,17 @@ def engine() -> Engine:
 def test_an_engine_is_ready_once_and_its_steps_are_passed_on(engine: Engine) -> None:
     assert not engine.supervisor.is_ready
     engine.ready()
-    engine.process.news.append(step())
+    engine.process.outbox.append(step())
     engine.readable()
     assert engine.supervisor.is_ready
     assert engine.events.told == ["ready", "outputs"]
 
 
-def test_a_new_connection_does_not_forget_that_an_engine_is_to_be_started(engine: Engine) -> None:
+def test_a_new_connection_renews_the_restart_timer(engine: Engine) -> None:
     engine.ready()
     engine.die()
     for timer in engine.hub.timers:
-        timer.cancel()  # as Celery does with what was set while it tried to connect
+        timer.cancel()  # as Celery does with timers that were set while it tried to connect
     engine.now += 0.2
     for _ in range(2):
         engine.supervisor.attach(engine.hub)
@@ -122,7 +122,7 @@ def test_a_new_connection_does_not_forget_that_an_engine_is_to_be_started(engine
     assert engine.hub.pending() == []
 
 
-def test_a_dead_engine_is_buried_and_replaced_after_a_pause(engine: Engine) -> None:
+def test_a_dead_engine_is_reaped_and_replaced_after_a_pause(engine: Engine) -> None:
     engine.ready()
     engine.die()
     assert engine.events.told == ["ready", "lost"]
@@ -136,7 +136,7 @@ def test_a_dead_engine_is_buried_and_replaced_after_a_pause(engine: Engine) -> N
     assert len(engine.processes) == 2
 
 
-def test_an_engine_is_ready_when_its_tokenizer_is_here_for_which_later_ones_are_not_asked() -> None:
+def test_an_engine_is_ready_once_its_tokenizer_is_read_and_later_ones_are_not_asked() -> None:
     engine = Engine(Future())
     engine.ready()
     assert not engine.supervisor.is_ready
@@ -161,7 +161,7 @@ def test_the_next_engine_is_asked_for_the_tokenizer_that_a_dead_one_did_not_give
     assert engine.events.told == ["lost while loading", "ready"]
 
 
-def test_a_model_without_a_usable_tokenizer_is_given_up() -> None:
+def test_the_worker_gives_up_on_a_model_without_a_usable_tokenizer() -> None:
     engine = Engine(Future())
     assert engine.answer is not None
     engine.answer.set_exception(ModelLoadError("no tokenizer"))
@@ -183,10 +183,10 @@ def test_pauses_double_and_the_worker_gives_up_at_the_limit(engine: Engine) -> N
     assert engine.hub.pending() == []
 
 
-def test_a_step_forgives_all_deaths_before_it(engine: Engine) -> None:
+def test_a_step_resets_the_deaths_in_a_row(engine: Engine) -> None:
     for _ in range(3 * RESTART_LIMIT):
         engine.ready()
-        engine.process.news.append(step())
+        engine.process.outbox.append(step())
         engine.readable()
         engine.die()
         engine.hub.advance()
@@ -195,7 +195,7 @@ def test_a_step_forgives_all_deaths_before_it(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("error", [ModelLoadError("no such model"), ConfigError("too little memory")])
-def test_what_can_never_work_is_not_tried_again(engine: Engine, error: Exception) -> None:
+def test_an_error_that_retries_cannot_fix_is_not_retried(engine: Engine, error: Exception) -> None:
     engine.die(error)
     assert engine.events.told == [f"given up: {error}"]
     assert engine.hub.pending() == []
@@ -212,7 +212,7 @@ def test_a_process_that_cannot_be_started_counts_as_a_death(engine: Engine) -> N
     assert "no memory" in engine.events.told[-1]
 
 
-def test_an_engine_that_cannot_be_found_again_is_given_up(engine: Engine) -> None:
+def test_the_worker_gives_up_on_an_engine_that_is_no_longer_installed(engine: Engine) -> None:
     engine.ready()
     engine.die()
     engine.spawn_error = ConfigError("engine is 'gone'")
@@ -222,8 +222,8 @@ def test_an_engine_that_cannot_be_found_again_is_given_up(engine: Engine) -> Non
 
 
 @pytest.mark.parametrize("error", [KeyError("r1"), ModelLoadError("no tokenizer")])
-def test_news_that_cannot_be_handled_never_reach_the_event_loop(engine: Engine, error: Exception) -> None:
-    """kombu takes a KeyError for a lost connection; tokens would be missing from streams afterwards."""
+def test_an_error_in_handling_outputs_never_reaches_the_event_loop(engine: Engine, error: Exception) -> None:
+    """kombu treats a KeyError as a lost connection. Tokens would be missing from streams afterwards."""
     engine.events.error = error
     engine.ready()
     assert engine.events.told[-1].startswith("given up: ")
@@ -244,7 +244,7 @@ def test_requests_for_an_engine_that_is_not_ready_wait_until_it_is(engine: Engin
     engine.supervisor.abort(["r1"])
 
 
-def test_sending_to_an_engine_that_is_just_dying_fails_silently(engine: Engine) -> None:
+def test_sending_to_a_dying_engine_raises_nothing(engine: Engine) -> None:
     engine.ready()
     engine.process.send_error = EngineDeadError("gone")
     request: Any = object()
@@ -257,12 +257,12 @@ def test_a_new_event_loop_reads_from_the_running_engine(engine: Engine) -> None:
     engine.ready()
     other = FakeHub()
     engine.supervisor.attach(other)
-    engine.process.news.append(step())
+    engine.process.outbox.append(step())
     other.readers[engine.process.fileno()]()
     assert engine.events.told == ["ready", "outputs"]
 
 
-def test_a_stopped_engine_is_asked_to_end_and_a_loading_one_is_killed(engine: Engine) -> None:
+def test_stopping_shuts_a_ready_engine_down_and_kills_a_loading_one(engine: Engine) -> None:
     loading = Engine()
     loading.supervisor.stop()
     assert loading.process.calls == ["kill", "close"]
@@ -282,7 +282,7 @@ def test_a_stopped_supervisor_starts_nothing_more(engine: Engine) -> None:
     assert len(engine.processes) == 1
 
 
-def test_an_engine_that_has_work_and_says_nothing_is_killed_and_replaced(engine: Engine) -> None:
+def test_an_engine_that_has_work_and_sends_nothing_is_killed_and_replaced(engine: Engine) -> None:
     engine.ready()
     engine.supervisor.check_progress(has_work=True)
     engine.now += 9
@@ -310,32 +310,30 @@ def test_neither_an_idle_nor_a_loading_nor_a_stepping_engine_has_stalled(engine:
         engine.supervisor.check_progress(has_work=False)
     for _ in range(3):
         engine.now += 9
-        engine.process.news.append(step())
+        engine.process.outbox.append(step())
         engine.readable()
         engine.supervisor.check_progress(has_work=True)
     assert "lost" not in engine.events.told
 
 
-def test_a_worker_that_was_stopped_itself_reads_what_the_engine_said_before_it_judges(engine: Engine) -> None:
+def test_a_worker_that_was_stopped_itself_reads_outputs_before_it_kills_the_engine(engine: Engine) -> None:
     engine.ready()
     engine.supervisor.check_progress(has_work=True)
     engine.now += 100
-    engine.process.news.append(step())
+    engine.process.outbox.append(step())
     engine.process.speak()
     engine.supervisor.check_progress(has_work=True)
     assert engine.events.told == ["ready", "outputs"]
 
 
 @pytest.mark.parametrize("cause", ["crash", "out_of_memory", "recompilation"])
-def test_the_cause_of_a_death_is_told(engine: Engine, cause: Any) -> None:
+def test_the_cause_of_a_death_is_reported(engine: Engine, cause: Any) -> None:
     engine.ready()
     engine.die(EngineDeadError("gone", cause=cause))
     assert engine.events.causes == [cause]
 
 
-def test_what_a_failing_runner_says_stays_out_of_log_and_reason(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_runners_error_text_stays_out_of_log_and_reason(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     engine.ready()
     with caplog.at_level("INFO"):
         engine.die(EngineDeadError("RuntimeError: no token Zanzibar", summary="it failed with RuntimeError"))
@@ -344,9 +342,9 @@ def test_what_a_failing_runner_says_stays_out_of_log_and_reason(
     assert engine.events.reasons == ["it failed with RuntimeError"]
 
 
-def test_deaths_that_are_forgiven_do_not_add_up(engine: Engine) -> None:
+def test_deaths_that_are_reset_do_not_add_up(engine: Engine) -> None:
     for _ in range(2 * RESTART_LIMIT):
         engine.die()
-        engine.supervisor.forgive()
+        engine.supervisor.reset_deaths()
         engine.hub.advance()
     assert not any("given up" in told for told in engine.events.told)

@@ -1,4 +1,4 @@
-"""What Celery's tracer makes of a result that cannot be stored."""
+"""A result that cannot be stored is not acknowledged, whatever Celery's tracer reports."""
 
 import warnings
 from typing import Any
@@ -11,7 +11,7 @@ from celery.app.trace import build_tracer
 from headrace_workers.task import OUTCOME, GenerateTask
 
 
-def test_a_result_that_cannot_be_stored_fails_here_and_stores_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_that_cannot_be_stored_raises_and_stores_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     app = Celery("test", backend="cache+memory://", set_as_current=False)
     task = app.register_task(GenerateTask())
     stored: list[str] = []
@@ -25,7 +25,7 @@ def test_a_result_that_cannot_be_stored_fails_here_and_stores_no_failure(monkeyp
     monkeypatch.setattr(app.backend, "store_result", store)
     OUTCOME.set({"request_id": "r1"})
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # Celery's own, of the error that it caught
+        warnings.simplefilter("ignore", RuntimeWarning)  # Celery's own warning about the error that it caught
         traced = build_tracer(task.name, task, app=app)("r1", [], {}, {"id": "r1", "delivery_info": {}})
     assert stored == ["refused"]
     assert traced.info is not None  # so that the message is not acknowledged

@@ -1,11 +1,11 @@
-"""The dispatcher finds the request that kills engines: its neighbours pay for it neither here nor in another worker."""
+"""Isolation finds the request that kills engines, so that other requests do not fail here or on another worker."""
 
 from __future__ import annotations
 
 import pytest
 
 from headrace_engine.request import FinishReason
-from headrace_workers.quarantine import PROBATION_TOKENS
+from headrace_workers.isolation import TOKENS_TO_CLEAR
 from unit.workers.desk import Desk
 from unit.workers.fakes import AWAY, CAPABILITIES, MODEL, FakeCeleryRequest
 
@@ -16,7 +16,7 @@ def desk() -> Desk:
 
 
 def lose_engine(desk: Desk) -> list[str]:
-    """The engine dies, and the next one is ready. Returns the requests that it was sent."""
+    """Let the engine die and the next one get ready. Returns the requests sent to it."""
     desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
     desk.engine.sent.clear()
     desk.dispatcher.on_engine_ready(MODEL, CAPABILITIES)
@@ -28,38 +28,38 @@ def sent(desk: Desk) -> list[str]:
 
 
 def ask(desk: Desk, name: str) -> FakeCeleryRequest:
-    """A request whose prompt shows its name in `sent`."""
+    """Send a request whose prompt shows its name in `sent`."""
     kwargs = {"prompt_token_ids": [ord(name)], "sampling_params": {"max_tokens": 30}}
     return desk.accept(FakeCeleryRequest(name, kwargs, lease_id=name))
 
 
-def test_the_request_that_kills_a_third_engine_alone_is_a_dead_letter_and_its_neighbours_go_on(desk: Desk) -> None:
+def test_a_request_that_kills_a_third_engine_alone_is_a_dead_letter_and_the_others_continue(desk: Desk) -> None:
     requests = [ask(desk, name) for name in "abc"]
     assert lose_engine(desk) == ["a", "b", "c"]
     assert lose_engine(desk) == ["a"]
     assert desk.dispatcher.credit() == 0
     assert lose_engine(desk) == ["b"]  # so it was a
-    assert desk.engine.forgiven == 1
+    assert desk.engine.num_death_resets == 1
     desk.settle()
     assert desk.results["a"]["error"]["code"] == "dead_letter"
     assert desk.redis.end("a")["error"]["code"] == "dead_letter"
-    assert requests[0].burial == "poison: killed"
-    for _ in range(PROBATION_TOKENS - 1):
+    assert requests[0].dead_letter_reason == "poison: killed"
+    for _ in range(TOKENS_TO_CLEAR - 1):
         desk.generate(13)
     assert sent(desk) == ["b"]
     desk.generate(13)
     assert requests[1].fate == ["accepted", "handed back"]
     assert sent(desk) == ["b", "c"]
     del desk.engine.sent[0]
-    for _ in range(PROBATION_TOKENS):
+    for _ in range(TOKENS_TO_CLEAR):
         desk.generate(13)
     assert requests[2].fate == ["accepted", "handed back"]
-    assert [request.burial for request in requests[1:]] == [None, None]
+    assert [request.dead_letter_reason for request in requests[1:]] == [None, None]
     desk.assert_idle()
 
 
-def test_poison_behind_tokens_that_were_held_back_is_found_as_soon() -> None:
-    """Eight choices show as many tokens in the first step, which would acquit a request that began further back."""
+def test_a_poison_request_with_held_back_tokens_is_found_as_soon() -> None:
+    """Eight choices give eight tokens in one step, which would clear a request that resumed before the fatal token."""
     desk = Desk(max_num_seqs=8, publish_interval=60)
     kwargs = {"prompt": "abc", "sampling_params": {"max_tokens": 30, "n": 8}}
     desk.accept(FakeCeleryRequest("a", kwargs, lease_id="a"))
@@ -73,7 +73,7 @@ def test_poison_behind_tokens_that_were_held_back_is_found_as_soon() -> None:
     assert desk.results["a"]["error"]["code"] == "dead_letter"
 
 
-def test_a_suspect_that_ends_otherwise_makes_room_for_the_next(desk: Desk) -> None:
+def test_a_suspect_that_ends_frees_the_engine_for_the_next(desk: Desk) -> None:
     ask(desk, "a")
     ask(desk, "b")
     lose_engine(desk)
@@ -86,7 +86,7 @@ def test_a_suspect_that_ends_otherwise_makes_room_for_the_next(desk: Desk) -> No
     desk.assert_idle()
 
 
-def test_what_comes_while_a_suspect_runs_alone_waits_outside_the_engine(desk: Desk) -> None:
+def test_a_request_that_arrives_while_a_suspect_runs_alone_waits_outside_the_engine(desk: Desk) -> None:
     ask(desk, "a")
     lose_engine(desk)
     lose_engine(desk)
@@ -99,7 +99,7 @@ def test_what_comes_while_a_suspect_runs_alone_waits_outside_the_engine(desk: De
     assert desk.results["b"]["error"] is None
 
 
-def test_one_death_makes_nobody_a_suspect(desk: Desk) -> None:
+def test_one_engine_death_makes_no_suspect(desk: Desk) -> None:
     ask(desk, "a")
     assert lose_engine(desk) == ["a"]
     ask(desk, "b")
@@ -108,13 +108,13 @@ def test_one_death_makes_nobody_a_suspect(desk: Desk) -> None:
 
 
 def another_worker(desk: Desk) -> Desk:
-    """One that shares Redis with the first."""
+    """Make a worker that shares Redis with the first."""
     other = Desk()
     other.redis.streams, other.redis.values = desk.redis.streams, desk.redis.values
     return other
 
 
-def test_a_death_in_one_worker_counts_in_the_next(desk: Desk) -> None:
+def test_a_loss_on_one_worker_counts_on_the_next(desk: Desk) -> None:
     ask(desk, "a")
     lose_engine(desk)
     other = another_worker(desk)
@@ -128,7 +128,7 @@ def test_a_death_in_one_worker_counts_in_the_next(desk: Desk) -> None:
     assert "b" not in other.results
 
 
-def test_a_suspect_from_another_worker_waits_until_it_can_have_the_engine_to_itself(desk: Desk) -> None:
+def test_a_suspect_from_another_worker_waits_for_an_empty_engine(desk: Desk) -> None:
     ask(desk, "a")
     lose_engine(desk)
     lose_engine(desk)
@@ -149,7 +149,7 @@ def test_a_suspect_from_another_worker_waits_until_it_can_have_the_engine_to_its
     assert other.results["b"]["error"] is None
 
 
-def test_a_suspect_that_ends_while_it_waits_keeps_nobody_out(desk: Desk) -> None:
+def test_a_suspect_that_ends_while_it_waits_blocks_no_request(desk: Desk) -> None:
     ask(desk, "a")
     lose_engine(desk)
     lose_engine(desk)
@@ -161,11 +161,11 @@ def test_a_suspect_that_ends_while_it_waits_keeps_nobody_out(desk: Desk) -> None
     assert other.dispatcher.credit() == 3
 
 
-def test_an_acquittal_holds_in_every_worker(desk: Desk) -> None:
+def test_a_cleared_request_is_cleared_on_every_worker(desk: Desk) -> None:
     ask(desk, "a")
     lose_engine(desk)
     lose_engine(desk)
-    for _ in range(PROBATION_TOKENS):
+    for _ in range(TOKENS_TO_CLEAR):
         desk.generate(13)
     other = another_worker(desk)
     ask(other, "b")
@@ -173,7 +173,7 @@ def test_an_acquittal_holds_in_every_worker(desk: Desk) -> None:
     assert sent(other) == ["b", "a"]
 
 
-def test_a_death_that_redis_was_not_told_of_is_told_at_the_next_heartbeat(desk: Desk) -> None:
+def test_a_loss_that_redis_did_not_record_is_recorded_at_the_next_heartbeat(desk: Desk) -> None:
     ask(desk, "a")
     desk.redis.error = AWAY
     lose_engine(desk)

@@ -1,8 +1,8 @@
-"""`Quarantine`: finds the request that kills the engine, so that its neighbours need not pay for it.
+"""`Isolation`: finds the request that kills the engine, so that other requests do not fail with it.
 
-A request that was in two engine processes when they died, of whichever workers, is a suspect. Suspects run alone, one
-after the other, in an engine that has no other request: whoever kills that one, too, is the poison, and whoever has
-generated some tokens is acquitted. The others wait meanwhile; those that are acquitted may go to another worker.
+A request that was in two engine processes when they died, on any worker, is a suspect. Suspects run alone, one at a
+time. A suspect that kills its engine is the poison request. A suspect that generates some tokens is cleared. The other
+requests wait meanwhile. A cleared request may continue on another worker.
 """
 
 import logging
@@ -15,17 +15,17 @@ from headrace_workers.job import Job
 logger = logging.getLogger(__name__)
 
 SUSPECT_LOSSES = 2
-PROBATION_TOKENS = 8
-"""What killed the engine lies at the very next token of a request that continues where it was."""
+TOKENS_TO_CLEAR = 8
+"""A resumed request that kills the engine does so at its next token. The rest is a margin."""
 
 
-class Quarantine:
-    """Says which requests may be in the engine. Redis's errors are logged: what it says here holds without."""
+class Isolation:
+    """Decides which requests may be in the engine. It logs Redis errors and decides without Redis."""
 
     def __init__(self, losses: EngineLosses) -> None:
         self._losses = losses
         self._unrecorded: set[Job] = set()
-        """Jobs whose count the next worker would not know."""
+        """Jobs whose number of engine losses is not in Redis yet."""
         self._alone: Job | None = None
         self._tokens_before = 0
         self._suspect_waits = False
@@ -36,43 +36,43 @@ class Quarantine:
         return self._alone
 
     @property
-    def keeps_others_out(self) -> bool:
-        """Whether nothing more is to be taken: a suspect has the engine to itself, or waits for that."""
+    def blocks_new_requests(self) -> bool:
+        """Whether the worker must take no messages: a suspect has the engine to itself, or waits for it."""
         return self._alone is not None or self._suspect_waits
 
     def engine_lost(self, jobs: Iterable[Job]) -> Job | None:
-        """An engine died that had these requests. Returns the one that is to blame, where that is known."""
+        """Count the loss for the requests that were in the engine. Returns the poison request, if it is known."""
         alone, self._alone = self._alone, None
         jobs = list(jobs)
         if alone is not None:
-            return alone if alone in jobs else None  # the others waited outside
+            return alone if alone in jobs else None  # no other job was in the engine
         for job in jobs:
-            if not _is_suspect(job):  # a suspect waited outside
+            if not _is_suspect(job):  # a suspect was not in the engine
                 job.engine_losses += 1
                 self._unrecorded.add(job)
         self.record(jobs)
         return None
 
     def record(self, jobs: Collection[Job]) -> None:
-        """Tell the next worker of the losses that it does not know of yet; again from the heartbeat."""
+        """Write engine losses to Redis for the next worker. The heartbeat retries what failed."""
         self._unrecorded.intersection_update(jobs)
         if not self._unrecorded:
             return
         try:
             self._losses.record({job.request_id: job.engine_losses for job in self._unrecorded})
         except REDIS_ERRORS as error:
-            logger.warning("the engine's death is not recorded yet for %d request(s): %s", len(self._unrecorded), error)
+            logger.warning("engine loss not recorded yet for %d request(s): %s", len(self._unrecorded), error)
         else:
             self._unrecorded.clear()
 
     def admits(self, job: Job) -> bool:
-        """Whether a request that comes now goes to the engine at once."""
+        """Whether a new request goes to the engine at once."""
         if _is_suspect(job):
             self._suspect_waits = True
             return False
         return self._alone is None
 
-    def is_time(self, jobs: Iterable[Job]) -> bool:
+    def is_due(self, jobs: Iterable[Job]) -> bool:
         """Whether a suspect waits for the engine, and all other requests have ended."""
         if not self._suspect_waits or self._alone is not None:
             return False
@@ -81,7 +81,7 @@ class Quarantine:
         return self._suspect_waits and all(suspicions)
 
     def choose(self, jobs: Iterable[Job]) -> list[Job]:
-        """Of all requests at hand, those to send to an engine that has none."""
+        """Choose from all jobs those to send to an engine that has none."""
         jobs = list(jobs)
         self._suspect_waits = False
         self._alone = next((job for job in jobs if _is_suspect(job)), None)
@@ -91,17 +91,17 @@ class Quarantine:
         return [self._alone]
 
     @property
-    def is_acquitted(self) -> bool:
-        """Whether the suspect has shown that it does not kill the engine."""
-        return self._alone is not None and self._alone.num_tokens - self._tokens_before >= PROBATION_TOKENS
+    def is_cleared(self) -> bool:
+        """Whether the suspect has generated enough tokens without killing the engine."""
+        return self._alone is not None and self._alone.num_tokens - self._tokens_before >= TOKENS_TO_CLEAR
 
-    def acquit(self, job: Job) -> None:
-        """Whoever has it next may run it with others."""
+    def clear(self, job: Job) -> None:
+        """Reset a suspect's engine losses, so that any worker may run it with others."""
         job.engine_losses = 0
         try:
             self._losses.forget(job.request_id)
         except REDIS_ERRORS as error:
-            logger.warning("an acquittal is not recorded, so the request will run alone again: %s", error)
+            logger.warning("engine losses not reset in Redis, the request will run alone again: %s", error)
 
 
 def _is_suspect(job: Job) -> bool:

@@ -1,12 +1,7 @@
 """Passes messages of `headrace.generate` from Celery's consumer to the dispatcher.
 
-<<<<<<< HEAD
-Celery's own strategy does everything else (revoked, expired, events); it is only handed a pool that is the engine.
-No slot of Celery's real pool is taken, so one worker process holds as many requests as the engine has room for.
-=======
-Celery's own strategy does the rest (revoked, expired, ETA, events), with a pool that passes requests to the engine.
+Celery's own strategy does the rest (revoked, expired, events), with a pool that passes requests to the engine.
 It takes no slot of Celery's real pool, so one worker process holds as many requests as the engine has room for.
->>>>>>> 7bff574d44ed9899c667adfae9efe13f4ae91898
 """
 
 from collections.abc import Callable, Iterator
@@ -40,26 +35,8 @@ class EnginePool:
         self._dispatcher.accept(callback.__self__)  # the bound EngineRequest.on_success
 
 
-<<<<<<< HEAD
 class ConsumerProxy:
-    """Celery's consumer with another pool."""
-=======
-class NoDelayTimer:
-    """Wraps Celery's timer and ignores the ETA.
-
-    Celery would hold any number of delayed messages until their ETA. The dispatcher returns them to Redis instead.
-    """
-
-    def __init__(self, timer: Any) -> None:
-        self._timer = timer
-
-    def call_at(self, _eta: float, callback: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> Any:
-        return self._timer.call_after(0, callback, args, **options)
-
-
-class ConsumerProxy:
-    """Wraps Celery's consumer with another pool and timer."""
->>>>>>> 7bff574d44ed9899c667adfae9efe13f4ae91898
+    """Wraps Celery's consumer with another pool."""
 
     def __init__(self, consumer: Any, pool: EnginePool) -> None:
         self._consumer = consumer
@@ -99,10 +76,10 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
 
 @contextmanager
 def _registration(message: Any) -> Iterator[None]:
-    """Keep Celery's register of requests, by their ids, right while a message is taken in.
+    """Correct Celery's table of requests by ID after a message was taken in.
 
-    Whatever is raised, the message's own request does not stay in it. Where the id is that of a request which is still
-    held, that one stays, as Celery would not find it otherwise when it is to be terminated.
+    If an exception is raised, the message's own request is removed. If the ID belongs to a request that this worker
+    still holds, that request is put back: Celery looks a request up there to terminate it.
     """
     request_id = _id_of(message)
     before = requests.get(request_id)
@@ -128,15 +105,11 @@ def _leave_undecoded(message: Any) -> None:
 
 
 def _about(message: Any) -> dict[str, str]:
-<<<<<<< HEAD
-    """Fields for everything that is logged while the message is taken in, by Celery, too."""
+    """Get the fields for log lines written while the message is handled, by Celery too."""
     request_id = _id_of(message)
     return {} if request_id is None else {"request_id": request_id}
 
 
 def _id_of(message: Any) -> str | None:
-=======
-    """Get the fields for log lines written while the message is handled, by Celery too."""
->>>>>>> 7bff574d44ed9899c667adfae9efe13f4ae91898
     request_id = message.headers.get("id")
     return request_id if isinstance(request_id, str) else None

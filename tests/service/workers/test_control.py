@@ -85,7 +85,7 @@ def test_a_request_whose_deadline_passes_while_it_runs_keeps_its_tokens(service:
 
 
 def end_while_it_runs(service: Service, options: Callable[[float], dict[str, Any]]) -> dict[str, Any]:
-    """Send a long request with options that end it after some seconds. Retry with others until that is while it runs."""
+    """Send a long request with options that end it after some seconds; retry until that happens while it runs."""
     params = {"temperature": 0.0, "max_tokens": LONG, "ignore_eos": True}
     seconds = 0.5
     while True:

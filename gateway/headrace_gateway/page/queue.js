@@ -114,7 +114,7 @@ async function change(verb, ids, name) {
     const count = verb === "purge" ? done.purged : done.requeued.length;
     const left = ids.length - count;
     const kept = left && verb === "requeue" ? `; ${left} stayed: copies of requests that are alive, or of unknown origin` : "";
-    setState($("dead-result"), `${count} ${verb === "purge" ? "deleted" : "sent again"}${kept}.`);
+    setState($("dead-result"), `${count} ${verb === "purge" ? "deleted" : "requeued"}${kept}.`);
   } catch (error) {
     setState($("dead-result"), error.message);
   }

@@ -26,14 +26,14 @@ def client(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> Iterato
         yield client
 
 
-def bury(client: Client, redis_client: "redis.Redis", *request_ids: str, reason: str = "poison: killed") -> None:
+def dead_letter(client: Client, redis_client: "redis.Redis", *request_ids: str, reason: str = "poison: killed") -> None:
     """As a worker does: the message is dead, its stream has ended, its result is stored."""
     leases = Leases(redis_client, lease_seconds=60, delivery_limit=5)
     for request_id in request_ids:
         client.submit("the wheel Zanzibar", request_id=request_id)
         [message] = leases.fetch(queue_lists(queue_name(MODEL)), 1)
         why, _, detail = reason.partition(": ")
-        leases.bury(message.lease_id, DeadLetterReason(why), detail)
+        leases.dead_letter(message.lease_id, DeadLetterReason(why), detail)
         StreamWriter(redis_client, 60).end_unclaimed(request_id, "error", ErrorInfo("dead_letter", "x"))
         redis_client.set(result_key(request_id), "x")
         redis_client.set(engine_losses_key(request_id), 2)
@@ -44,7 +44,7 @@ def run(server: EmbeddedServer, *arguments: str) -> Result:
 
 
 def test_a_requeued_letter_is_a_new_request_under_its_old_id(client: Client, redis_client: "redis.Redis") -> None:
-    bury(client, redis_client, "a", "b")
+    dead_letter(client, redis_client, "a", "b")
     newest, oldest = client.dead_letters()
     assert [letter.request_id for letter in client.requeue_dead_letters([newest, oldest])] == ["a", "b"]
     assert client.requeue_dead_letters([newest]) == []
@@ -58,7 +58,7 @@ def test_a_requeued_letter_is_a_new_request_under_its_old_id(client: Client, red
 def test_a_requeued_letter_has_as_long_to_find_a_listener_as_a_new_request(
     client: Client, redis_client: "redis.Redis"
 ) -> None:
-    bury(client, redis_client, "a")
+    dead_letter(client, redis_client, "a")
     redis_client.set(listener_key("a"), "30", ex=100)  # nobody has listened for almost a day
     client.requeue_dead_letters(client.dead_letters())
     assert Listeners(redis_client).silence({"a": 30.0})["a"] < 30
@@ -85,7 +85,7 @@ def test_a_copy_of_a_message_that_is_alive_is_not_requeued_and_its_stream_stays(
 
 
 def test_a_letter_whose_stream_is_another_messages_is_not_requeued(client: Client, redis_client: "redis.Redis") -> None:
-    bury(client, redis_client, "a")
+    dead_letter(client, redis_client, "a")
     redis_client.delete(stream_key("a"))
     error = ErrorInfo("dead_letter", "x")
     StreamWriter(redis_client, 60).end_unclaimed("a", "error", error, "the digest of another message")
@@ -111,7 +111,7 @@ def test_a_copy_of_a_message_that_was_served_is_not_requeued(client: Client, red
 
 
 def test_purged_letters_are_gone_and_the_others_stay(client: Client, redis_client: "redis.Redis") -> None:
-    bury(client, redis_client, "a", "b", "c")
+    dead_letter(client, redis_client, "a", "b", "c")
     c, b, a = client.dead_letters()
     assert client.purge_dead_letters([b, b]) == 1
     assert [letter.request_id for letter in client.dead_letters()] == ["c", "a"]
@@ -121,8 +121,8 @@ def test_purged_letters_are_gone_and_the_others_stay(client: Client, redis_clien
 def test_the_command_line_lists_and_inspects_without_the_prompt(
     client: Client, redis_client: "redis.Redis", redis_server: EmbeddedServer
 ) -> None:
-    bury(client, redis_client, "a")
-    bury(client, redis_client, "b", reason="rejected")
+    dead_letter(client, redis_client, "a")
+    dead_letter(client, redis_client, "b", reason="rejected")
     listed = run(redis_server, "list", "--json")
     assert [letter["request_id"] for letter in json.loads(listed.stdout)] == ["b", "a"]
     assert run(redis_server, "list", "--reason", "poison").stdout.count("\n") == 1
@@ -137,8 +137,8 @@ def test_the_command_line_lists_and_inspects_without_the_prompt(
 def test_the_command_line_requeues_and_purges_what_is_chosen(
     client: Client, redis_client: "redis.Redis", redis_server: EmbeddedServer
 ) -> None:
-    bury(client, redis_client, "a", "b")
-    bury(client, redis_client, "c", reason="rejected")
+    dead_letter(client, redis_client, "a", "b")
+    dead_letter(client, redis_client, "c", reason="rejected")
     assert run(redis_server, "purge").exit_code == 2
     assert run(redis_server, "requeue", "a", "--all").exit_code == 2
     assert run(redis_server, "requeue", "a").stdout == "1 sent again\n"

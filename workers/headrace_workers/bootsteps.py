@@ -271,7 +271,7 @@ class EngineStep(bootsteps.StartStopStep):
             return
         try:
             self._leases.sort(self._lists)
-            self._channel.await_better()  # those that came unheard are left to other workers for a while, too
+            self._channel.schedule_preempting_fetch()  # not at once: other workers may take them first
         except CONNECTION_ERRORS:
             pass  # the loop finds out by itself
         except redis.ResponseError as error:

@@ -53,7 +53,7 @@ class EngineConsumer(Consumer):
             queue=str(message.delivery_info.get("routing_key") or message.delivery_info.get("exchange"))[:200],
         )
         if message.channel.leased:  # control messages need no acknowledgement
-            message.channel.leases.bury(message.delivery_tag, reason, why)
+            message.channel.leases.dead_letter(message.delivery_tag, reason, why)
 
     def on_send_event_buffered(self) -> None:
         """Celery would send the events of each turn of its loop; here they wait for `flush_events`, or are 24."""

@@ -558,7 +558,7 @@ class Dispatcher:
         jobs = list(self._in_flight)
         for job in reversed(jobs):  # the last first: they come out again in their order
             reason = "engine_given_up" if self._given_up else "drain"
-            self._in_flight.hand_back(job, reason, strike=self._given_up)
+            self._in_flight.hand_back(job, reason, is_counted=self._given_up)
         return len(jobs)
 
     def stop(self) -> None:

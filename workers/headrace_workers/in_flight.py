@@ -184,12 +184,12 @@ class InFlight:
         self._abort(job)
         self._forget(job)
 
-    def hand_back(self, job: Job, reason: str, *, strike: bool = False, is_preempted: bool = False) -> None:
+    def hand_back(self, job: Job, reason: str, *, is_counted: bool = False, is_preempted: bool = False) -> None:
         """Stop a request and put it back into the queue, from which it goes on behind its last token."""
         self._abort(job)
-        self._put_back(job, reason, strike=strike, is_preempted=is_preempted)
+        self._put_back(job, reason, is_counted=is_counted, is_preempted=is_preempted)
 
-    def _put_back(self, job: Job, reason: str, *, strike: bool = False, is_preempted: bool = False) -> None:
+    def _put_back(self, job: Job, reason: str, *, is_counted: bool = False, is_preempted: bool = False) -> None:
         """Put a job's message back into the queue; its stream waits there with it."""
         self._forget(job)
         if not self._publisher.is_refused:
@@ -198,7 +198,7 @@ class InFlight:
             except REDIS_ERRORS as failure:
                 logger.warning("stream may expire in the queue", **job.log_fields, error=type(failure).__name__)
         self._metrics.message_returned(reason)
-        job.celery_request.hand_back(strike=strike, is_preempted=is_preempted)
+        job.celery_request.hand_back(is_counted=is_counted, is_preempted=is_preempted)
 
     def _forget(self, job: Job) -> None:
         self._publisher.drop(job.key)
@@ -456,7 +456,7 @@ class InFlight:
             # Fenced: another worker has the request, and this lease is lost: then handing back does nothing. Or
             # somebody else wrote to the stream: then the next claim sees what is there. Rolled back: more is lost than
             # was kept here, and the next attempt generates it again. Whose doing it is cannot be told, so it counts.
-            self._put_back(job, why.value, strike=True)
+            self._put_back(job, why.value, is_counted=True)
         else:
             self._settlement.finish_refused(job, is_gone=why is WriteOutcome.GONE)
 

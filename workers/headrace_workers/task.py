@@ -121,20 +121,20 @@ class EngineRequest(Request):
         elif not self.acknowledged:
             self.acknowledged = True
             leases = self._message.channel.leases
-            self.dispatcher.settlement.call_soon(partial(leases.bury, self.lease_id, *self._burial))
+            self.dispatcher.settlement.call_soon(partial(leases.dead_letter, self.lease_id, *self._burial))
 
     def cost(self, tokens: int) -> None:
         """So many tokens, of prompt and output, the tenant pays when the message is acknowledged."""
         self._message.channel.leases.cost(self.lease_id, tokens)
 
-    def hand_back(self, *, strike: bool = False, is_preempted: bool = False) -> None:
+    def hand_back(self, *, is_counted: bool = False, is_preempted: bool = False) -> None:
         """Put the message back into its queue, to be taken next.
 
-        Its delivery counts where `strike` is set: wherever it is not the fleet's own doing. Otherwise a message that
+        The delivery counts if `is_counted` is set: wherever it is not the fleet's own doing. Otherwise a message that
         cannot be served would come back for ever. It is counted how often a request `is_preempted`.
         """
         self._settled()
-        self._message.channel.leases.release(self.lease_id, strike=strike, is_preempted=is_preempted)
+        self._message.channel.leases.release(self.lease_id, is_counted=is_counted, is_preempted=is_preempted)
         self.send_event("task-rejected", requeue=True)
 
     def postpone(self, seconds: float, *, keeps_place: bool = False) -> None:
@@ -150,7 +150,7 @@ class EngineRequest(Request):
     def set_aside(self) -> None:
         """Make the message a dead letter, as its request id is another message's, whose result is not touched."""
         self._settled()
-        self._message.channel.leases.bury(self.lease_id, DeadLetterReason.DUPLICATE_ID)
+        self._message.channel.leases.dead_letter(self.lease_id, DeadLetterReason.DUPLICATE_ID)
         self.send_event("task-rejected", requeue=False)
 
     def let_go(self) -> None:
@@ -181,7 +181,7 @@ class EngineRequest(Request):
     def reject_undecodable(self, why: str) -> None:
         """Make the message a dead letter, as its body cannot be read."""
         self._settled()
-        self._message.channel.leases.bury(self.lease_id, DeadLetterReason.REJECTED, why)
+        self._message.channel.leases.dead_letter(self.lease_id, DeadLetterReason.REJECTED, why)
         self.send_event("task-rejected", requeue=False)
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:

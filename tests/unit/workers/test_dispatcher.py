@@ -152,7 +152,7 @@ def test_an_engine_that_dies_while_it_loads_is_held_against_no_request(desk: Des
     assert desk.given_up == ["it died too often"]
     assert desk.dispatcher.credit() == 0
     assert desk.dispatcher.hand_back() == 1
-    assert request.fate == ["accepted", "handed back with a strike"]
+    assert request.fate == ["accepted", "handed back, counted"]
 
 
 def test_requests_are_handed_back_last_first(desk: Desk) -> None:
@@ -241,7 +241,7 @@ def test_a_fenced_request_is_left_to_its_new_worker(desk: Desk) -> None:
     desk.assert_idle()
     assert desk.results == {}
     # which is nothing where the lease was lost; where it was not, another than a worker wrote there
-    assert request.fate == ["accepted", "handed back with a strike"]
+    assert request.fate == ["accepted", "handed back, counted"]
 
 
 def test_no_credit_is_given_while_the_engine_has_some_waiting(desk: Desk) -> None:
@@ -508,7 +508,7 @@ REFUSED = redis.ResponseError("NOAUTH or whatever it says")
 def test_a_stream_that_alone_is_refused_counts_against_its_request_and_keeps_no_other_out(desk: Desk) -> None:
     desk.redis.error, desk.redis.refuses_all = REFUSED, False
     request = desk.accept(FakeCeleryRequest())
-    assert request.fate == ["handed back with a strike"]
+    assert request.fate == ["handed back, counted"]
     assert desk.value("headrace_queue_returned_messages_total", reason="stream_refused") == 1
     desk.redis.error = None
     desk.assert_idle()
@@ -528,7 +528,7 @@ def test_a_stream_whose_entries_are_lost_again_and_again_counts_against_its_requ
     desk.redis.streams["headrace:stream:r1"] = [(0, 0, "start", {"worker": "one that nobody knows"})]
     desk.generate(14)
     desk.assert_idle()
-    assert request.fate == ["accepted", "handed back with a strike"]
+    assert request.fate == ["accepted", "handed back, counted"]
     assert desk.value("headrace_queue_returned_messages_total", reason="rolled_back") == 1
 
 

@@ -152,7 +152,7 @@ class Leases:
             problem = problem or found
             num_messages += len(messages)
             for message in messages:
-                self._pending.pop(message.lease_id, None)  # pending for the lease before this one
+                self._pending.pop(message.lease_id, None)  # it was pending for an earlier lease of the message
                 self._drop_lost(message.lease_id)
             yield messages
         if problem and not num_messages:
@@ -212,14 +212,14 @@ class Leases:
         return [LeasedMessage(lease_id.decode(), name.decode(), body, 0) for lease_id, name, body in taken]
 
     def purge(self, lists: Sequence[str]) -> int:
-        """Deletes the sorted messages of one queue that nobody holds. Redis's errors pass through."""
+        """Delete the sorted waiting messages of one queue; return how many. Redis's errors pass through."""
         purged = 0
         while deleted := self._purge(keys=_PURGE.keys(list=lists), args=[_PURGED_AT_ONCE]):
             purged += deleted
         return purged
 
     def hold(self, lease_id: str, held: Any) -> None:
-        """Renews this lease from now on; `held` is what `on_lost` gets."""
+        """Renew this lease from now on. `on_lost` is called with `held` if the lease is lost."""
         self._held[lease_id] = held
 
     def remember_prefix(self, prefix: object) -> None:

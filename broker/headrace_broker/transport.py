@@ -148,7 +148,7 @@ class QoS(virtual.QoS):
         if not self.channel.leased:
             super().reject(delivery_tag, requeue=requeue)
         elif requeue:
-            self.channel.leases.release(delivery_tag, is_counted=True)  # the message is the reason of a rejection
+            self.channel.leases.release(delivery_tag, is_counted=True)  # a rejection is due to the message
         else:
             self.channel.leases.dead_letter(delivery_tag, DeadLetterReason.REJECTED)
 

@@ -157,9 +157,9 @@ def test_whoever_reads_waits_or_generates_goes_on_with_the_next_master(site: Sit
             assert log.attempts == [1], "nobody else had to continue it"
         assert_settled(server, service)
 
-    # idle again, all bells ring on the new master
+    # idle again, all blocking waits run on the new master
     for priority in (0, 3, 6, 9):
-        request_id = client.submit("bell", {"max_tokens": 3, "ignore_eos": True}, priority=priority)
+        request_id = client.submit("idle", {"max_tokens": 3, "ignore_eos": True}, priority=priority)
         assert client.result(request_id, timeout=DEADLINE).error is None
     with connect(sentinels.url) as reader:
         exporter = Exporter(reader, port=0)

@@ -55,7 +55,7 @@ def findings(path: Path) -> Iterator[tuple[int, str, str]]:
     text = path.read_text(encoding="utf-8")
     for first_line, prose in _python_prose(text) if path.suffix == ".py" else [(1, _markdown_prose(text))]:
         for words, instead in INSTEAD.items():
-            for match in re.finditer(rf"(?<![\w./-])(?:{words})(?![\w-]|\.\w|\()", prose, re.IGNORECASE):
+            for match in re.finditer(rf"(?<![\w.:/-])(?:{words})(?![\w-]|\.\w|\()", prose, re.IGNORECASE):
                 yield first_line + prose.count("\n", 0, match.start()), match[0], instead
 
 

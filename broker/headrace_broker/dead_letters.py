@@ -1,4 +1,4 @@
-"""Messages that no worker will be given again, with the reason. The newest thousand are kept in Redis."""
+"""Dead letters: messages that no worker gets again, with the reason. Redis keeps the newest thousand."""
 
 import hashlib
 from collections.abc import Iterable
@@ -38,14 +38,14 @@ class DeadLetter:
     list_name: str
     deliveries: int
     body: bytes = field(repr=False)
-    at: float | None = None  # unix seconds by Redis's clock; None in the moment of burial
-    packed: bytes = field(default=b"", repr=False)  # as it lies in Redis
+    at: float | None = None  # unix seconds by Redis's clock; None in `Leases.on_dead_letter`
+    packed: bytes = field(default=b"", repr=False)  # as stored in Redis
     bound_id: str | None = None
-    """In the moment of burial: the request id that was this message's own, not one that it only names."""
+    """In `Leases.on_dead_letter`: the request id that was bound to this message; the message may name another one."""
 
     @property
     def letter_id(self) -> str:
-        """Names it among the dead letters, whether its message shows a request id or not."""
+        """The id of the dead letter. It exists even if the message has no readable request id."""
         return hashlib.sha1(self.packed, usedforsecurity=False).hexdigest()[:16]
 
     @property
@@ -54,28 +54,28 @@ class DeadLetter:
 
     @property
     def request_id(self) -> str | None:
-        """The task id, where the message still shows one."""
+        """The task id; None if the message has no readable one."""
         return request_id_of(self._envelope)
 
     @property
     def answered_id(self) -> str | None:
-        """In the moment of burial: the request whose stream and result are to say so; None where it is another's."""
+        """In `Leases.on_dead_letter`: the request whose stream and result get the error; None if it is another's."""
         is_other = self.reason in _DUPLICATES or self.bound_id != self.request_id
         return None if is_other else self.bound_id
 
     @property
     def error(self) -> ErrorInfo:
-        """What its stream and its result say."""
+        """The error for its stream and its result."""
         after = f"after {self.deliveries} deliveries" if self.deliveries else "before its first delivery"
         return ErrorInfo(ErrorCode.DEAD_LETTER, f"given up {after}: {self.reason}")
 
     @property
     def content(self) -> str:
-        """See `envelope.content_digest`; of no message where it cannot be read."""
+        """The `envelope.content_digest` of the message; '' if it cannot be read."""
         return content_digest(self._envelope) if self._envelope else ""
 
     def summary(self) -> dict[str, Any]:
-        """What is known of it beside its message, for people and programs."""
+        """Return the facts about the dead letter, without its message, for people and programs."""
         return {
             "letter_id": self.letter_id,
             "request_id": self.request_id,
@@ -88,18 +88,18 @@ class DeadLetter:
 
     @property
     def described(self) -> str:
-        """What the message is, for a log that must not say what it says."""
+        """The size and the type of the message, for a log that must not contain its content."""
         found = shown_type(self._envelope.get("content-type")), shown_encoding(self._envelope.get("content-encoding"))
         return f"{len(self.body)} bytes, content-type {found[0]}, content-encoding {found[1]}"
 
     @property
     def content_type(self) -> str:
-        """In which its sender can read an answer."""
+        """The content type of a result that the sender can read."""
         return answer_type(self._envelope.get("content-type"))
 
     @property
     def headers(self) -> dict[str, Any]:
-        """The message's headers, where they can be read; they say nothing of the prompt if our client wrote them."""
+        """The message's headers, if they can be read. Those of our client say nothing about the prompt."""
         headers = self._envelope.get("headers")
         return headers if isinstance(headers, dict) else {}
 
@@ -109,13 +109,13 @@ class DeadLetter:
 
 
 def dead_letters(client: "redis.Redis", limit: int = 1000) -> list[DeadLetter]:
-    """The newest dead letters first."""
+    """Return up to `limit` dead letters, the newest first."""
     letters = []
     stored: Any = client.lrange(DEAD_LETTERS_KEY, 0, limit - 1)
     for packed in stored:
         try:
             letters.append(_read(packed))
-        except Exception as error:  # noqa: BLE001  # somebody has put it there by hand, and msgpack's errors have no base
+        except Exception as error:  # noqa: BLE001  # an entry written by hand; msgpack's errors have no common base
             letters.append(DeadLetter(f"unreadable letter: {type(error).__name__}", "", 0, b"", packed=packed))
     return letters
 
@@ -124,7 +124,7 @@ def _read(packed: bytes) -> DeadLetter:
     letter = msgpack.unpackb(packed, raw=True)  # a dead message may be any bytes
     body = letter[b"body"]
     if not isinstance(body, bytes):
-        raise TypeError("no message")
+        raise TypeError("the body must be bytes")
     return DeadLetter(
         reason=letter[b"reason"].decode(errors="replace"),
         list_name=letter[b"list"].decode(errors="replace"),
@@ -136,7 +136,7 @@ def _read(packed: bytes) -> DeadLetter:
 
 
 def requeue(client: "redis.Redis", letters: Iterable[DeadLetter]) -> list[DeadLetter]:
-    """Put these messages back into their queues, the oldest first, and delete what is left of their first run.
+    """Put these messages back into their queues, the oldest first, and delete the Redis keys of their first run.
 
     Returns the letters that were put back. A letter stays where it is if it
 
@@ -165,6 +165,6 @@ def requeue(client: "redis.Redis", letters: Iterable[DeadLetter]) -> list[DeadLe
 
 
 def purge(client: "redis.Redis", letters: Iterable[DeadLetter]) -> int:
-    """Deletes these dead letters for good; returns how many were still there."""
+    """Delete these dead letters; return how many were still there."""
     removed: list[Any] = [client.lrem(DEAD_LETTERS_KEY, 1, letter.packed) for letter in letters]  # type: ignore[arg-type]
     return sum(removed)

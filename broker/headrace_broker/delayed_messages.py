@@ -1,4 +1,4 @@
-"""The messages of a queue whose time has not come: they lie in Redis, in no worker's hands."""
+"""Reads the delayed messages of a queue: they are not due yet, and no worker holds them."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     import redis
 
 _LARGEST: Final = 64 * 1024
-"""Bytes; the headers of larger messages are not read, as there may be very many of them."""
+"""Bytes; larger messages are not read, as there may be very many of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class DelayedMessage:
-    """One message; its headers are empty where it is too large to be read, or odd."""
+    """One message; its headers are empty if it is larger than 64 KiB or malformed."""
 
     due: float
     """Unix seconds by Redis's clock."""
@@ -25,7 +25,7 @@ class DelayedMessage:
 
 
 def delayed_messages(client: "redis.Redis", queue: str, limit: int) -> list[DelayedMessage]:
-    """Those that are due first. Redis's errors pass through."""
+    """Return up to `limit` delayed messages, the first due first. Redis's errors pass through."""
     with client.pipeline(transaction=False) as pipe:
         for list_name in queue_lists(queue):
             pipe.zrange(delayed_key(list_name), 0, limit - 1, withscores=True)

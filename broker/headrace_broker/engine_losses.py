@@ -1,6 +1,6 @@
-"""`EngineLosses`: how many engine processes died with a request in them, for whichever worker has it next.
+"""`EngineLosses`: records in Redis how many engine processes died with a request in them.
 
-Without this a request that kills engines would begin anew with each worker that it comes to.
+Without this, a request that kills engines would start with a count of zero at each worker.
 """
 
 from collections.abc import Mapping
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 class EngineLosses:
-    """Written here, read when a stream is claimed (`StreamWriter.claim`). Redis's errors pass through."""
+    """Writes the counts; `StreamWriter.claim` reads them. Redis's errors pass through."""
 
     def __init__(self, client: "redis.Redis") -> None:
         self._client: Final = client
 
     def record(self, losses: Mapping[str, int]) -> None:
-        """By request id, those on other workers among them; may be repeated."""
+        """Store the counts by request id. They include the losses on other workers. The call may be repeated."""
         with self._client.pipeline(transaction=False) as pipe:
             for request_id, count in losses.items():
                 pipe.set(engine_losses_key(request_id), count, ex=ENGINE_LOSSES_SECONDS)
             pipe.execute()
 
     def forget(self, request_id: str) -> None:
-        """The request has shown that it does not kill engines."""
+        """Delete the count of a request that has proved not to kill engines."""
         self._client.delete(engine_losses_key(request_id))

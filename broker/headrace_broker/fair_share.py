@@ -1,4 +1,4 @@
-"""`FairShare`: how a worker shares its queues among tenants. The scripts of `leases.py` do the sharing."""
+"""`FairShare`: settings by which a worker shares its queues among tenants. The scripts of `leases.py` apply them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -12,19 +12,18 @@ MAX_WEIGHT: Final = 1000.0
 
 @dataclass(frozen=True, slots=True)
 class FairShare:
-    """What an operator says about tenants. A tenant without a weight has 1."""
+    """The operator's settings for tenants. A tenant without a weight has the weight 1."""
 
     weights: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     ageing_seconds: float = 0.0
-    """A message that has waited so long counts one priority step better, and so on; 0 never."""
+    """A message moves up one priority step each time it has waited for this long; 0: never."""
     quota: int = 0
-    """Messages of one tenant that may wait in a queue; what comes beyond is refused. 0 sets no bound."""
-
+    """Most messages of one tenant that may wait in a queue; more are refused. 0: no limit."""
     prefix_affinity: bool = False
-    """Of the tenant that is due, take first what begins as a prompt that this worker has had lately."""
+    """Of the next tenant's messages, prefer one with the prompt prefix of a recent message of this worker."""
 
     def packed(self, prefixes: Iterable[str] = ()) -> bytes:
-        """For the scripts; `prefixes` are those that this worker holds."""
+        """Return the settings as msgpack for the scripts. `prefixes` are the recent prefixes of this worker."""
         policy: dict[str, Any] = {
             "weights": dict(self.weights),
             "ageing_seconds": self.ageing_seconds,
@@ -36,13 +35,13 @@ class FairShare:
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """Reads `acme=4,beta=0.5`. Raises ValueError, which says what is wrong."""
+    """Parse a text such as `acme=4,beta=0.5`. Raises ValueError with the reason."""
     weights: dict[str, float] = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
         tenant, separator, number = pair.rpartition("=")
         tenant = tenant.strip()
         if not separator or tenant in weights:
-            raise ValueError(f"must be tenant=weight pairs, each tenant once, with commas between them, not {text!r}")
+            raise ValueError(f"must be comma-separated tenant=weight pairs, each tenant once, not {text!r}")
         try:
             weight = float(number)
         except ValueError:

@@ -1,6 +1,6 @@
 """`HeldConnection`: a connection that one caller keeps for a while, to run a script at every step of an engine.
 
-To take one from redis-py's pool for each call, and to give it back, costs more than what the call itself does.
+Taking a connection from redis-py's pool for each call and returning it costs more than the call itself.
 """
 
 import time
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from redis.commands.core import Script
 
 HELD_SECONDS: Final = 1.0
-"""So long it is kept. The pool then looks whether the server has closed it meanwhile; until then a call finds out, and
-fails, where the pool would have reconnected unseen."""
+"""How long a connection is kept. The pool then checks whether the server has closed it, and reconnects. Until then, a
+call over a closed connection fails."""
 
 
 class HeldConnection:
-    """Of a client's pool; used by one thread only. After an error the next call takes another one."""
+    """Keeps a connection of a client's pool; used by one thread only. After an error, the next call takes a new one."""
 
     def __init__(self, client: "redis.Redis", *, clock: Callable[[], float] = time.monotonic) -> None:
         self._pool: Final = client.connection_pool
@@ -28,16 +28,16 @@ class HeldConnection:
         self._held_until = 0.0
 
     def run(self, script: "Script", args: Sequence[str | int | bytes]) -> Any:
-        """The script's reply; it is called without keys. Redis's errors pass through, and nothing is tried again."""
+        """Run the script without keys and return its reply. Redis's errors pass through; nothing is retried."""
         if self._connection is None or self._clock() >= self._held_until:
             self._exchange()
         try:
             self._connection.send_command("EVALSHA", script.sha, 0, *args)
             return self._connection.read_response()
         except NoScriptError:
-            return script(args=args)  # which loads it
+            return script(args=args)  # this loads the script
         except BaseException:
-            self._connection.disconnect()  # a reply may still come, which would be taken for the next call's
+            self._connection.disconnect()  # or the next call could read the reply to this one
             self._release()
             raise
 

@@ -1,8 +1,8 @@
 """`KeySchema`: declares a package's Redis keys, once for Python, Lua and the reference pages.
 
-Each key has a name, a pattern, a type, writers and a life. Python builds it with the declared function or constant. A
-script gets the same from a prelude that is generated when it is loaded (`scripts.py`): `stream_key(request_id)` is the
-same key in both languages, and `LEASES` is the fixed key of that name.
+Each key has a name, a pattern, a type, writers and a lifetime. Python builds it with the declared function or constant.
+A Lua script has the same functions and constants, from a prelude that `scripts.py` generates: `stream_key(request_id)`
+is the same key in both languages, and `LEASES` is the fixed key of that name.
 """
 
 import inspect
@@ -12,17 +12,17 @@ from typing import Final, Literal, TypeAlias, TypeVar
 
 RedisType: TypeAlias = Literal["string", "list", "set", "zset", "hash", "stream"]
 Writer: TypeAlias = Literal["producer", "subscriber", "gateway", "worker", "operator"]
-"""Users of deploy/redis/users.acl. To write is also to delete and to change how long a key lives."""
+"""Users of deploy/redis/users.acl. A writer may also delete a key and change its time to live."""
 
 _Build = TypeVar("_Build", bound=Callable[..., str])
 
 
 @dataclass(frozen=True, slots=True)
 class RedisKey:
-    """What is known of the keys of one pattern."""
+    """The declaration of all keys of one pattern."""
 
     name: str
-    """In Lua `<name>_key(...)` builds one, and a fixed key or one of KEYS is the name in capitals."""
+    """In Lua, `<name>_key(...)` builds a key; the name in capitals is a fixed key or one of KEYS."""
     pattern: str
     """The key, with `<part>` for each of its parts."""
     parts: tuple[str, ...]
@@ -32,7 +32,7 @@ class RedisKey:
     holds: str
 
     def lua(self) -> str:
-        """A line of Lua that defines the fixed key, or the function that builds one."""
+        """Return the line of Lua that defines the fixed key, or the function that builds one."""
         if not self.parts:
             return f"local {self.name.upper()} = {lua_text(self.pattern)}"
         pieces, rest = [], self.pattern
@@ -47,7 +47,7 @@ class KeySchema:
     """The keys of one package.
 
     Args:
-        words: other texts that Python and Lua must agree on, by their names in Lua.
+        words: other strings that Python and Lua share, by their names in Lua.
     """
 
     def __init__(self, words: Mapping[str, str] | None = None) -> None:
@@ -64,7 +64,7 @@ class KeySchema:
         return self._keys[name]
 
     def of(self, build: Callable[..., str]) -> RedisKey:
-        """What is declared of the keys that this function builds."""
+        """Return the declaration of the keys that this function builds."""
         return self[build.__name__.removesuffix("_key")]
 
     def fixed(self, name: str, key: str, kind: RedisType, writers: tuple[Writer, ...], life: str, holds: str) -> str:
@@ -75,10 +75,10 @@ class KeySchema:
     def built(
         self, kind: RedisType, writers: tuple[Writer, ...], life: str, *, name: str = ""
     ) -> Callable[[_Build], _Build]:
-        """Declare the keys that a function builds from its arguments; it is left as it is.
+        """Declare the keys that the decorated function builds from its arguments. The function is not changed.
 
         Its docstring says what they hold. The name is the function's, without `_key`, unless one is given. Raises
-        ValueError unless each argument stands in the key, in their order.
+        ValueError unless the key contains all arguments in their order.
         """
 
         def declare(build: _Build) -> _Build:
@@ -88,7 +88,7 @@ class KeySchema:
                 pattern = pattern.replace(f"_{part}_", f"<{part}>")
             places = [pattern.find(f"<{part}>") for part in parts]
             if -1 in places or places != sorted(places):
-                raise ValueError(f"{build.__name__}: not each argument stands in the key in their order: {pattern}")
+                raise ValueError(f"{build.__name__}: the key must contain all arguments in their order, got {pattern}")
             holds = inspect.cleandoc(build.__doc__ or "").partition("\n\n")[0]
             self._add(RedisKey(name or build.__name__.removesuffix("_key"), pattern, parts, kind, writers, life, holds))
             return build
@@ -104,13 +104,13 @@ class KeySchema:
 
 
 def lua_text(text: str) -> str:
-    """A string of Lua; its control characters as `\\006`."""
+    """Return a Lua string literal, with control characters as `\\006`."""
     shown = "".join(char if char.isprintable() and char not in "'\\" else f"\\{ord(char):03d}" for char in text)
     return f"'{shown}'"
 
 
 def span(seconds: int) -> str:
-    """A time for people, such as `2 hours`."""
+    """Format a duration for the reference pages, such as `2 hours`."""
     for unit, size in (("day", 86_400), ("hour", 3600), ("minute", 60)):
         if seconds % size == 0:
             return f"{seconds // size} {unit}{'s' * (seconds > size)}"

@@ -1,6 +1,6 @@
-"""Every Redis key of the queue is declared here, and nowhere else.
+"""Declares every Redis key of the queue.
 
-`KEYS` is the table of them: docs/reference/redis-keys.md shows it, and scripts take the names from it (`scripts.py`).
+`KEYS` is their table: docs/reference/redis-keys.md shows it, and Lua scripts take the names from it (`scripts.py`).
 The gateway's own keys are in `headrace_gateway.redis_keys`.
 """
 
@@ -15,17 +15,17 @@ PRIORITY_STEPS: Final = (0, 3, 6, 9)  # 0 is served first; kombu keeps one list 
 PRIORITY_SEPARATOR: Final = "\x06\x16"  # kombu's, between the queue and its step
 
 ENDED_SECONDS: Final = 3600
-"""A mark of a stream's end outlives the stream by so long."""
+"""The mark of a stream's end outlives the stream by this time."""
 HANDED_BACK_SECONDS: Final = 86_400
-"""The stream of a request that has begun waits for it to go on, which may take as long as the queue does."""
+"""Lifetime of the stream of a request that was handed back: it has to wait in the queue again."""
 LISTENER_SECONDS: Final = 86_400
 ENGINE_LOSSES_SECONDS: Final = 86_400
-"""The message may lie in the queue for long before the next worker takes it."""
+"""Long, as the message may wait for hours before the next worker takes it."""
 IDEMPOTENCY_SECONDS: Final = 86_400
 HUB_SECONDS: Final = 3600
 TOKENIZER_SECONDS: Final = 10
 SHARE_SECONDS: Final = 86_400
-"""What a tenant has had counts for so long after its last message."""
+"""Lifetime of a tenant's service after its last message."""
 
 KEYS: Final = KeySchema(
     {
@@ -47,7 +47,7 @@ _RESULT: Final = "`HEADRACE_RESULT_TTL_SECONDS`"
 
 MODELS_KEY: Final = KEYS.fixed(
     *("models", "headrace:models", "hash", _WORKER, _FOR_EVER),
-    "By served name: what its workers say of it.",
+    "By served name: what its workers registered.",
 )
 DEAD_LETTERS_KEY: Final = KEYS.fixed(
     *("dead_letters", "headrace:dead", "list", _GATEWAY, _FOR_EVER),
@@ -55,18 +55,18 @@ DEAD_LETTERS_KEY: Final = KEYS.fixed(
 )
 PROBE_KEY: Final = KEYS.fixed(
     *("probe", "headrace:probe", "string", _WORKER, "1 ms"),
-    "Nothing: it is written to see whether the server takes writes.",
+    "Nothing: a write to it tests whether the server accepts writes.",
 )
 
 # -- leases: one set of keys serves all queues of a Redis database
 
 LEASES_KEY: Final = KEYS.fixed(
     *("leases", "headrace:lease:leases", "zset", _WORKER, _LEASED),
-    "Lease ids, by when they expire: unix seconds of Redis's clock.",
+    "Lease ids, by their expiry: unix seconds of Redis's clock.",
 )
 LEASE_REQUESTS_KEY: Final = KEYS.fixed(
     *("lease_requests", f"{LEASES_KEY}:request", "hash", _WORKER, _KNOWN),
-    "By request id: the lease id of the message that came first with it.",
+    "By request id: the lease id of the first message that had it.",
 )
 LEASE_BODIES_KEY: Final = KEYS.fixed(
     *("lease_bodies", "headrace:lease:body", "hash", _WORKER, _KNOWN),
@@ -78,7 +78,7 @@ LEASE_RECORDS_KEY: Final = KEYS.fixed(
 )
 LEASE_META_KEY: Final = KEYS.fixed(
     *("lease_meta", "headrace:lease:meta", "hash", _WORKER, _LEASED),
-    "By lease id: `<owner>|<list that the message came from>`.",
+    "By lease id: `<owner>|<list in which the message arrived>`.",
 )
 LEASE_DELIVERIES_KEY: Final = KEYS.fixed(
     *("lease_deliveries", "headrace:lease:deliveries", "hash", _WORKER, _KNOWN),
@@ -88,13 +88,13 @@ LEASE_DELIVERIES_KEY: Final = KEYS.fixed(
 
 @KEYS.built("zset", _WORKER, _LEASED)
 def held_key(list_name: str) -> str:
-    """The leases of the messages of this list that are in a worker's hands."""
+    """The leases of the messages of this list that a worker holds."""
     return f"{LEASES_KEY}:held:{list_name}"
 
 
-@KEYS.built("zset", _WORKER, "until their time")
+@KEYS.built("zset", _WORKER, "until they are due")
 def delayed_key(list_name: str) -> str:
-    """The leases of the messages of this list whose time has not come."""
+    """The leases of the delayed messages of this list."""
     return f"{LEASES_KEY}:delayed:{list_name}"
 
 
@@ -103,25 +103,25 @@ def delayed_key(list_name: str) -> str:
 
 @KEYS.built("list", _PRODUCER, "until a worker sorts the messages", name="list")
 def queue_name(model: str) -> str:
-    """The messages of a model that have arrived. At step 3, 6 or 9 `\\x06\\x16` and the step stand behind the name."""
+    """The unsorted messages of a model. For steps 3, 6 and 9, `\\x06\\x16` and the step follow the name."""
     return QUEUE_PREFIX + model
 
 
 @KEYS.built("zset", _WORKER, _WAITING)
 def sorted_ids_key(list_name: str) -> str:
-    """The lease ids of the messages that have been sorted out of this list, by microseconds since when they age."""
+    """The lease ids of the sorted messages of this list, by the unix microseconds from which they age."""
     return f"headrace:ready:ids:{list_name}"
 
 
 @KEYS.built("zset", _WORKER, _WAITING)
 def tenant_ids_key(list_name: str, tenant: str) -> str:
-    """Of these, the messages of one tenant, by microseconds that are their place."""
+    """The lease ids of one tenant's sorted messages of this list, by the unix microseconds that order them."""
     return f"headrace:ready:of:{list_name}\x06{tenant}"
 
 
 @KEYS.built("zset", _WORKER, _WAITING)
 def tenants_key(list_name: str) -> str:
-    """The tenants that have messages there, by service: tokens by weight."""
+    """The tenants with sorted messages of this list, by service: tokens divided by weight."""
     return f"headrace:ready:tenants:{list_name}"
 
 
@@ -131,39 +131,39 @@ def waiting_key(queue: str) -> str:
     return f"headrace:ready:waiting:{queue}"
 
 
-@KEYS.built("zset", _WORKER, "until their time")
+@KEYS.built("zset", _WORKER, "until they are due")
 def delayed_tenants_key(queue: str) -> str:
-    """How many messages each tenant has in this queue whose time has not come."""
+    """How many delayed messages each tenant has in this queue."""
     return f"headrace:ready:delayed:{queue}"
 
 
 @KEYS.built("list", _WORKER, _WAITING)
-def bell_key(queue: str) -> str:
-    """One wake-up token as long as sorted messages wait in this queue."""
+def wake_up_key(queue: str) -> str:
+    """One wake-up token while sorted messages wait in this queue."""
     return f"headrace:ready:bell:{queue}"
 
 
-# -- fair share: what tenants have had
+# -- fair share: the service that tenants have received
 
 SHARE_CLOCK_KEY: Final = KEYS.fixed(
     *("share_clock", "headrace:share:clock", "hash", _WORKER, _SHARE),
-    "By list: the service at which its last message was taken.",
+    "By list: its virtual time, which is the service at which its last message was taken.",
 )
 SHARE_MEAN_KEY: Final = KEYS.fixed(
     *("share_mean", "headrace:share:mean", "hash", _WORKER, _SHARE),
-    "By queue: mean tokens of all requests.",
+    "By queue: moving average of the tokens of all requests.",
 )
 
 
 @KEYS.built("zset", _WORKER, _SHARE)
 def served_key(list_name: str) -> str:
-    """The service of each tenant, waiting or not."""
+    """The service of each tenant, with and without waiting messages."""
     return f"headrace:share:served:{list_name}"
 
 
 @KEYS.built("zset", _WORKER, _SHARE)
 def costs_key(queue: str) -> str:
-    """Mean tokens of each tenant's requests."""
+    """Moving average of the tokens of each tenant's requests."""
     return f"headrace:share:costs:{queue}"
 
 
@@ -178,7 +178,7 @@ def stream_key(request_id: str) -> str:
 
 @KEYS.built("string", _PRODUCER, f"{span(ENDED_SECONDS)} longer than the stream")
 def ended_key(request_id: str) -> str:
-    """Tells subscribers that come too late that the request has ended."""
+    """Tells late subscribers that the request has ended."""
     return f"headrace:ended:{request_id}"
 
 
@@ -190,13 +190,13 @@ def listener_key(request_id: str) -> str:
 
 @KEYS.built("string", _GATEWAY, span(ENGINE_LOSSES_SECONDS))
 def engine_losses_key(request_id: str) -> str:
-    """How many engine processes died with the request in them; only where some did."""
+    """How many engine processes died with the request in them; absent if none did."""
     return f"headrace:losses:{request_id}"
 
 
 @KEYS.built("string", _GATEWAY, _RESULT)
 def result_key(request_id: str) -> str:
-    """Where Celery's Redis backend stores the result; the same name is its pub/sub channel."""
+    """The result, stored by Celery's Redis backend; the same name is its pub/sub channel."""
     return f"celery-task-meta-{request_id}"
 
 
@@ -204,30 +204,30 @@ def result_key(request_id: str) -> str:
 def idempotency_key(tenant: str, digest: str) -> str:
     """Which request a client's idempotency key belongs to; the tenant is percent-encoded.
 
-    The tenant's name is in it, so that a rule of Redis's ACL can keep a producer to the keys of its own tenant. It is
-    quoted: no name is the beginning of another one, or a pattern.
+    The key contains the tenant, so that a rule of Redis's ACL can limit a producer to the keys of its own tenant. As
+    the tenant is encoded, such a rule matches no other tenant's keys.
     """
     return f"headrace:idempotency:{quote(tenant, safe='')}:{digest}"
 
 
-# -- calls beside the queue
+# -- calls that bypass the queue
 
 
 @KEYS.built("list", _GATEWAY, f"{span(TOKENIZER_SECONDS)} after the last call")
 def tokenizer_calls_key(model: str) -> str:
-    """The calls of a served model's tokenizer that no worker has taken."""
+    """The calls to a served model's tokenizer that no worker has taken yet."""
     return f"headrace:tokenizer:calls:{model}"
 
 
 @KEYS.built("list", _GATEWAY, span(TOKENIZER_SECONDS))
 def tokenizer_answer_key(call_id: str) -> str:
-    """The answer to one call of a tokenizer."""
+    """The answer to one tokenizer call."""
     return f"headrace:tokenizer:answer:{call_id}"
 
 
 @KEYS.built("stream", _GATEWAY, f"{span(HUB_SECONDS)} after its last entry")
 def hub_key(name: str) -> str:
-    """One entry, by which the hub of this name is woken."""
+    """One entry, which wakes the hub of this name."""
     return f"headrace:hub:{name}"
 
 
@@ -235,19 +235,19 @@ def hub_key(name: str) -> str:
 
 
 def queue_lists(queue: str) -> list[str]:
-    """The Redis lists of a queue in the order in which they are served."""
+    """Return the Redis lists of a queue in the order in which they are served."""
     return [f"{queue}{PRIORITY_SEPARATOR}{step}" if step else queue for step in PRIORITY_STEPS]
 
 
 def level_of(list_name: str) -> int:
-    """The priority step of one of a queue's lists."""
+    """Return the priority step of one of a queue's lists."""
     return int(list_name.partition(PRIORITY_SEPARATOR)[2] or 0)
 
 
 def queue_key_types(queue: str) -> dict[str, RedisType]:
-    """The keys that all messages of a queue need, and the type of each; those of single tenants are not among them."""
+    """Return the type of each key that all messages of a queue need. Keys of single tenants are not included."""
     lists = queue_lists(queue)
-    of_queue = (waiting_key, delayed_tenants_key, costs_key, bell_key)
+    of_queue = (waiting_key, delayed_tenants_key, costs_key, wake_up_key)
     of_lists = (sorted_ids_key, held_key, delayed_key, tenants_key, served_key)
     fixed = [key for key in KEYS if not key.parts and key.name not in ("models", "probe")]
     return (

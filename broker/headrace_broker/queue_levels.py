@@ -1,6 +1,6 @@
-"""`QueueLevelReader`: how many messages of each queue are ready, held and dead, in one round trip that writes nothing.
+"""`QueueLevelReader`: counts the ready, leased and dead messages of each queue, and writes nothing.
 
-For monitors. Works with no worker running, and under a Redis user that may only read.
+For monitors. It works without a running worker, and with a Redis user that may only read.
 """
 
 from collections import Counter
@@ -39,23 +39,23 @@ class QueueLevels:
     """One queue at one moment."""
 
     ready: Mapping[int, int]
-    """By priority step: messages that a worker may take, sorted by tenant or not yet. One that has aged counts at the
+    """By priority step: messages that a worker may take, sorted by tenant or not yet. An aged message counts at its
     better step."""
     leased: int
-    """Messages in a worker's hands, and those whose time has not come: a worker is needed for both."""
+    """Messages that a worker holds, and delayed messages: both need a worker."""
     run_out: int
-    """Of these, whose lease has run out while no worker has put them back yet."""
+    """Leased messages with an expired lease that no worker has put back yet."""
     dead: Mapping[str, int]
     """By reason: dead letters, counting the newest 16 MiB."""
     oldest_age_seconds: float | None
-    """Of the message that has waited longest at the head of a list; None where nothing tells. Where it says not when
-    it was enqueued, since it was first sorted, or else since this reader first saw it there."""
+    """Greatest age of the messages at the heads of the lists; None if unknown. A message's age counts from its enqueue
+    time, or else from its first sorting, or else from the time at which this reader first saw it."""
     delayed: int = 0
-    """Of the leased, those whose time has not come, or has and nobody has put them back yet."""
+    """Leased messages that are not due yet, or due and not put back yet."""
     oldest_age_clock: Literal["producer", "redis"] | None = None
-    """What told the age: the producer's clock against Redis's, or Redis's alone."""
+    """How the age was measured: from the producer's clock to Redis's, or by Redis's alone."""
     problem: str | None = None
-    """Why no worker can be given messages: a key of the queue holds something of another type, and counts as empty."""
+    """Why workers get no messages: a key of the queue has the wrong type, and counts as empty."""
 
     @property
     def num_ready(self) -> int:
@@ -68,24 +68,24 @@ class QueueLevels:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """One queue's messages, or those of one tenant in it, at one moment."""
+    """The waiting messages of one queue, or of one tenant in it, at one moment."""
 
     num_ready: int
     oldest_age_seconds: float | None
-    """Since the message that has waited longest was sorted, by Redis's clock; None where none is sorted."""
+    """Time since the oldest sorted message was sorted, by Redis's clock; None if none is sorted."""
     delayed: int = 0
-    """Messages whose time has not come."""
+    """Messages that are not due yet."""
 
     @property
     def num_queued(self) -> int:
-        """What a bound on the queue and the tenant's quota count."""
+        """Ready and delayed messages: the queue's limit and the tenant's quota apply to this number."""
         return self.num_ready + self.delayed
 
 
 class QueueLevelReader:
-    """Reads levels again and again. Redis's errors pass through.
+    """Reads levels repeatedly. Redis's errors pass through.
 
-    The dead letters are counted again only when they have changed.
+    It counts the dead letters again only when they have changed.
     """
 
     def __init__(self, client: "redis.Redis") -> None:
@@ -93,10 +93,10 @@ class QueueLevelReader:
         self._dead: dict[str, Counter[str]] = {}
         self._dead_mark = b""
         self._first_seen: dict[str, tuple[bytes, float]] = {}
-        """By list: the unsorted message that has waited longest, and when it was first found, by Redis's clock."""
+        """By list: the mark of its oldest unsorted message, and when it was first seen, by Redis's clock."""
 
     def read(self, queues: Iterable[str]) -> dict[str, QueueLevels]:
-        """The levels of these queues, by name."""
+        """Return the levels of these queues, by name."""
         queues = list(queues)
         problems = self._problems(queues)
         lists = [name for queue in queues for name in queue_lists(queue)]
@@ -106,7 +106,7 @@ class QueueLevelReader:
             held=[*map(held_key, lists)],
             delayed=[*map(delayed_key, lists)],
         )
-        # EVAL_RO, and whole each time: only it is allowed to a user that may read and nothing else
+        # EVAL_RO with the whole text each time: a read-only user may call nothing else
         reply: Any = self._client.eval_ro(_LEVELS.text, len(keys), *keys)
         now, mark, counts = reply
         if mark != self._dead_mark:
@@ -130,14 +130,14 @@ class QueueLevelReader:
         return levels
 
     def _seen(self, list_name: str, mark: bytes, now: float) -> float | None:
-        """Since when the message of this mark is known to be the first of the list; None at the first look at it."""
+        """Return when the message with this mark was first seen at the head of the list; None if that is now."""
         if mark and self._first_seen.get(list_name, (b"", now))[0] == mark:
             return self._first_seen[list_name][1]
         self._first_seen[list_name] = (mark, now)
         return None
 
     def _problems(self, queues: Sequence[str]) -> dict[str, str]:
-        """What is wrong with each queue that has a key of the wrong type."""
+        """Return the problem of each queue that has a key of the wrong type."""
         checked = [(queue, key, kind) for queue in queues for key, kind in queue_key_types(queue).items()]
         keys, kinds = _WRONG_KEYS.keys(key=[key for _, key, _ in checked]), [kind for _, _, kind in checked]
         wrong: Any = self._client.eval_ro(_WRONG_KEYS.text, len(keys), *keys, *kinds)
@@ -147,7 +147,7 @@ class QueueLevelReader:
         }
 
     def _count_dead(self) -> dict[str, Counter[str]]:
-        """By queue and reason. Letters that come or go meanwhile change the mark, and all are counted again."""
+        """Count by queue and reason. If letters change meanwhile, so does the mark, and the next read counts again."""
         by_queue: dict[str, Counter[str]] = {}
         num_counted, bytes_read, is_more = 0, 0, True
         while is_more and bytes_read < _DEAD_BYTES_READ:
@@ -160,10 +160,10 @@ class QueueLevelReader:
 
 
 def read_tenant_level(client: "redis.Redis", queue: str, tenant: str, *, of_interest: int) -> Backlog:
-    """How many messages the tenant has in the queue; '' is that of those that name none. Redis's errors pass through.
+    """Count the tenant's messages in the queue; the tenant '' is that of messages without one. Redis's errors pass.
 
-    Exact up to the count `of_interest`, as long as no more than a thousand messages are unsorted. A Redis user that may
-    not read messages sees those that a worker has sorted.
+    Exact up to the count `of_interest`, if at most a thousand messages are unsorted. With a Redis user that may not
+    read messages, only sorted messages are counted.
     """
     lists = queue_lists(queue)
     keys = _TENANT_LEVEL.keys(
@@ -177,9 +177,9 @@ def read_tenant_level(client: "redis.Redis", queue: str, tenant: str, *, of_inte
 
 
 def read_backlog(client: "redis.Redis", queue: str) -> Backlog:
-    """How many messages of all tenants the queue holds. Redis's errors pass through.
+    """Count the messages of all tenants in the queue. Redis's errors pass through.
 
-    Reads no message, so that a Redis user may ask who may not read them.
+    It reads no message, so that it works with a Redis user that may not read them.
     """
     lists = queue_lists(queue)
     with client.pipeline() as pipe:
@@ -197,7 +197,7 @@ def read_backlog(client: "redis.Redis", queue: str) -> Backlog:
 
 
 def read_tenants(client: "redis.Redis", queue: str) -> dict[str, int]:
-    """Sorted messages that wait, by tenant; at most some more than a thousand tenants. Redis's errors pass through."""
+    """Count the sorted waiting messages of each tenant; slightly over 1000 tenants at most. Redis's errors pass."""
     found: Any = client.zrange(waiting_key(queue), 0, -1, withscores=True)
     return {tenant.decode(errors="replace"): int(count) for tenant, count in found}
 
@@ -209,12 +209,12 @@ def _queue_of(list_name: bytes) -> str:
 def _oldest_age(
     now: float, enqueue_times: Iterable[bytes], since: Iterable[float | None]
 ) -> tuple[float | None, Literal["producer", "redis"] | None]:
-    """The greatest age, and the clock that told it. `since` is by Redis's clock, as `now` is."""
+    """Return the greatest age and the clock that measured it. `since` and `now` are by Redis's clock."""
     ages: list[tuple[float, Literal["producer", "redis"]]] = []
     for text in enqueue_times:
         try:
             ages.append((max(0.0, now - float(text)), "producer"))
-        except ValueError:  # the message does not say, or says nonsense
+        except ValueError:  # the message has no enqueue time, or an invalid one
             continue
     ages += [(max(0.0, now - moment), "redis") for moment in since if moment is not None]
     return max(ages, default=(None, None), key=lambda age: age[0])
@@ -225,10 +225,10 @@ def _seconds(microseconds: bytes) -> float | None:
 
 
 def retry_after(levels: "QueueLevels | Backlog", excess: int) -> float | None:
-    """Estimates in how many seconds `excess` requests will have left the queue; None where nothing tells.
+    """Estimate in how many seconds `excess` requests will have left the queue; None if the age is unknown.
 
-    Little's law: a queue whose first request waited `oldest_age_seconds` behind as many as now wait behind it moves
-    by `num_ready` in that time.
+    Little's law: if the queue was as long when its first request arrived, it serves `num_ready` requests in
+    `oldest_age_seconds`.
     """
     if levels.oldest_age_seconds is None or not levels.num_ready:
         return None

@@ -1,7 +1,7 @@
-"""`purge_queue`: ends every request that waits in a queue, and tells those who wait for it.
+"""`purge_queue`: ends every waiting request of a queue, and writes the end to its stream and its result.
 
-A message is leased before its stream is ended, and acknowledged after its result is stored. So a purge that dies midway
-loses nothing: what it held comes back to the queue, and what it has ended is answered from its stream.
+A message is leased before its stream is ended, and acknowledged after its result is stored. So a purge that fails
+midway loses nothing: its messages return to the queue, and a worker answers the ended ones from their streams.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,44 +30,44 @@ _PURGED: Final = ErrorInfo(ErrorCode.CANCELLED, "the request was purged from the
 
 @dataclass(frozen=True, slots=True)
 class PurgedMessages:
-    """How many messages a purge has ended."""
+    """How many messages a purge ended."""
 
     waiting: int
     delayed: int
-    """Of those whose time had not come."""
+    """Messages that were not due yet."""
 
 
 def purge_queue(client: "redis.Redis", queue: str, *, ttl_seconds: int) -> PurgedMessages:
-    """Ends the messages that no worker holds, as far as they are there when it begins. Redis's errors pass through.
+    """End the messages that are in the queue at the start and held by no worker. Redis's errors pass through.
 
-    Each request's stream ends as cancelled and so does its result, unless it had ended before. Both live `ttl_seconds`.
+    The stream and the result of each request that has not ended say that it was cancelled. Both live `ttl_seconds`.
     """
     lists = queue_lists(queue)
     leases = Leases(client, lease_seconds=_LEASE_SECONDS, delivery_limit=_ANY_DELIVERIES)
     writer = StreamWriter(client, ttl_seconds)
     levels = QueueLevelReader(client).read([queue])[queue]
 
-    def tell(request_id: str, finish_reason: str, error: ErrorInfo, content: str, content_type: object) -> None:
+    def end_request(request_id: str, finish_reason: str, error: ErrorInfo, content: str, content_type: object) -> None:
         if writer.end_unclaimed(request_id, finish_reason, error, content) is Ending.WRITTEN:
             _store_result(client, request_id, error, content_type, ttl_seconds)
 
-    def tell_of_dead(letter: DeadLetter) -> None:  # such as one that is too large
+    def end_dead(letter: DeadLetter) -> None:  # the fetch makes a message a dead letter if it is too large, for example
         if letter.answered_id is not None:
-            tell(letter.answered_id, "error", letter.error, letter.content, letter.content_type)
+            end_request(letter.answered_id, "error", letter.error, letter.content, letter.content_type)
 
-    leases.on_dead_letter = tell_of_dead
+    leases.on_dead_letter = end_dead
 
     def end(messages: Iterable[LeasedMessage]) -> None:
         for message in messages:
             envelope = legible_envelope(message.body)
             request_id = request_id_of(envelope)
-            if not leases.bind(message, request_id):  # that request is another message's, perhaps of another queue
-                leases.bury(message.lease_id, DeadLetterReason.DUPLICATE_ID)
+            if not leases.bind(message, request_id):  # the id is another message's, perhaps of another queue
+                leases.dead_letter(message.lease_id, DeadLetterReason.DUPLICATE_ID)
                 continue
             if request_id is not None:
-                tell(request_id, "cancelled", _PURGED, content_digest(envelope), envelope.get("content-type"))
+                end_request(request_id, "cancelled", _PURGED, content_digest(envelope), envelope.get("content-type"))
             leases.hold(message.lease_id, message)
-            leases.cost(message.lease_id, 0)  # its tenant pays nothing
+            leases.cost(message.lease_id, 0)  # its tenant is not charged
             leases.ack(message.lease_id)
 
     def purge(take: Callable[[int], list[LeasedMessage]], most: int) -> int:
@@ -86,7 +86,7 @@ def purge_queue(client: "redis.Redis", queue: str, *, ttl_seconds: int) -> Purge
 def _store_result(
     client: "redis.Redis", request_id: str, error: ErrorInfo, content_type: object, ttl_seconds: int
 ) -> None:
-    """As Celery's Redis backend does in a worker, readable for the producer of a message of this content type."""
+    """Store the result like Celery's Redis backend, in a format that the sender of this content type can read."""
     meta: dict[str, Any] = {
         "task_id": request_id,
         "status": "SUCCESS",

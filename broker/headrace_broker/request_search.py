@@ -1,6 +1,6 @@
-"""`is_known`: whether anything of a request is in Redis: its stream, its result, or its message in a queue.
+"""`is_known`: whether Redis has the stream, the result or the message of a request.
 
-Messages are found by what they say, which takes longer the more of them wait: this is for an operator's question.
+The search reads all waiting messages, so it is for an operator's question and not for every request.
 """
 
 import json
@@ -25,16 +25,16 @@ _FIND: Final = script("queue_find")
 
 
 def is_known(client: "redis.Redis", request_id: str, queues: Iterable[str]) -> bool:
-    """Whether the request has a stream, a mark of its end or a result, or a message in one of the queues.
+    """Return whether the request has a stream, a mark of its end or a result, or a message in one of the queues.
 
-    Redis's errors pass through, among them one for a user that may not read messages.
+    Redis's errors pass through, also the one for a user that may not read messages.
     """
     traces = (stream_key(request_id), ended_key(request_id), result_key(request_id))
     if client.exists(*traces):
         return True
     text = json.dumps(request_id)
     lists = [name for queue in queues for name in queue_lists(queue)]
-    # in the order in which messages move, so that one that moves meanwhile is seen at one of its places
+    # in the order in which messages move, so that one that moves during the search is found at one of its places
     for place in (str, sorted_ids_key, delayed_key, held_key):
         for name in lists:
             found, at = 0, 0

@@ -1,13 +1,13 @@
-"""Loads Lua scripts, each behind its preludes and a generated one that defines what it uses.
+"""Loads Lua scripts, each after its preludes and a generated prelude that defines the names that it uses.
 
-A script names its keys and arguments in lines of their own, at the top:
+A script declares its keys and arguments in lines at its top:
 
     -- KEYS: STREAM, ENDED
     -- ARGV: data, seconds, ids[]
 
-Names of KEYS are those of the package's `KeySchema`, or KEY for any key. `[]` stands behind what comes again and again:
-it is an array, and several of them take turns. The lines of preludes come first. The generated prelude also defines
-`<name>_key(...)`, fixed keys and words of the schema. What is not declared, or declared twice, is an error here.
+Names of KEYS are those of the package's `KeySchema`, or KEY for any key. A name with `[]` is an array. The elements of
+several arrays alternate. The declarations of preludes come first. The generated prelude also defines `<name>_key(...)`,
+fixed keys and words of the schema. A name that is not declared, or declared twice, is an error.
 """
 
 import re
@@ -27,16 +27,16 @@ _ANY: Final = "key"
 
 @dataclass(frozen=True, slots=True)
 class LuaScript:
-    """A script as Redis gets it."""
+    """A script as it is sent to Redis."""
 
     text: str
     names: tuple[str, ...]
-    """Of its KEYS, in their order."""
+    """Names of its single KEYS, in their order."""
     repeated: tuple[str, ...]
-    """Of those that come again and again, behind the others."""
+    """Names of its arrays of KEYS, which come after the single ones."""
 
     def keys(self, **given: str | Sequence[str]) -> list[str]:
-        """KEYS of a call, by name. Raises TypeError where a name is missing or is none of the script's."""
+        """Return the KEYS of a call from keys by name. Raises TypeError for a missing or an unknown name."""
         if given.keys() != {*self.names, *self.repeated}:
             raise TypeError(f"the script's keys are {', '.join((*self.names, *self.repeated))}, not {', '.join(given)}")
         keys = [str(given[name]) for name in self.names]
@@ -46,28 +46,28 @@ class LuaScript:
 
 
 def script(*names: str) -> LuaScript:
-    """The script `lua/<name>.lua` of this package, preludes first."""
+    """Load the scripts `lua/<name>.lua` of this package as one. Give the preludes first."""
     return load("headrace_broker", KEYS, *names)
 
 
 @cache
 def load(package: str, schema: KeySchema, *names: str) -> LuaScript:
-    """The script of a package that declares its keys in `schema`. Raises ValueError where a name is wrong."""
+    """Load a script of a package that declares its keys in `schema`. Raises ValueError if a name is wrong."""
     folder = files(package) / "lua"
     body = "\n".join((folder / f"{name}.lua").read_text(encoding="utf-8") for name in names)
     return compose(names[-1], body, schema)
 
 
 def compose(name: str, body: str, schema: KeySchema) -> LuaScript:
-    """A script of this text. Raises ValueError where it uses a name that it does not declare, or one twice."""
+    """Make a script from its text. Raises ValueError if it uses an undeclared name, or declares one twice."""
     code = re.sub(r"--.*", "", body)
     used = set(re.findall(r"\w+", code))
     declared = {kind: _declared(name, kind, body) for kind in ("KEYS", "ARGV")}
     keys = [each.removesuffix("[]").lower() for each in declared["KEYS"]]
     built = [key.name for key in schema if key.parts]
     problems = [
-        *(f"{each} by its place" for each in ("KEYS", "ARGV") if each in used),
-        *(f"no key {each.upper()}" for each in keys if each not in (*built, _ANY)),
+        *(f"uses {each} by position" for each in ("KEYS", "ARGV") if each in used),
+        *(f"unknown key {each.upper()}" for each in keys if each not in (*built, _ANY)),
         *(f"undeclared {each.upper()}" for each in built if each.upper() in used and each not in keys),
     ]
     if problems:
@@ -85,12 +85,12 @@ def _declared(name: str, kind: str, body: str) -> list[str]:
     bare = [each.removesuffix("[]") for each in names]
     repeated = [each.endswith("[]") for each in names]
     if wrong or len({*bare}) < len(bare) or repeated != sorted(repeated):
-        raise ValueError(f"script {name}: {kind} are not names, each once, those with [] last: {', '.join(names)}")
+        raise ValueError(f"script {name}: {kind} must be distinct names, arrays last, got {', '.join(names)}")
     return names
 
 
 def _named(kind: str, names: Sequence[str]) -> list[str]:
-    """Lines of Lua that give the names what Redis gives by place."""
+    """Return lines of Lua that assign KEYS or ARGV to these names."""
     once = [each for each in names if not each.endswith("[]")]
     again = [each.removesuffix("[]") for each in names if each.endswith("[]")]
     lines = []

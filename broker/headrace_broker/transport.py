@@ -1,12 +1,12 @@
-"""kombu's Redis transport with leases: select it on the worker by `broker_transport`; producers stay stock.
+"""kombu's Redis transport with leases. The worker selects it by `broker_transport`; producers use stock kombu.
 
-Stock kombu pops a message first and records it later, renews nothing, and restores by each worker's own clock. Here a
-queue is fetched with `leases.py` instead, by which tenants share it. Only queues whose name begins with `headrace.`, or
-that the transport option `lease_queues` names, are leased; replies and control messages keep kombu's own way, and are
-delivered at most once.
+Stock kombu pops a message first and records it later, renews nothing, and restores by each worker's own clock. This
+transport fetches messages with `leases.py`, which shares a queue among its tenants. It leases the queues whose names
+begin with `headrace.` and those in the transport option `lease_queues`. Replies and control messages use kombu's own
+code, and are delivered at most once.
 
-Everything runs on the thread of kombu's event loop. Leases are renewed by a timer of that loop, so whatever blocks it
-for longer than the lease loses the messages.
+Everything runs on the thread of kombu's event loop. A timer of that loop renews the leases, so code that blocks it for
+longer than the lease loses the messages.
 """
 
 import logging
@@ -28,55 +28,54 @@ from kombu.transport import virtual
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from headrace_broker.blocking_wait import BlockingWait, WaitPoller, wait_command
 from headrace_broker.connections import CONNECTION_ERRORS
 from headrace_broker.content import loads
-from headrace_broker.doorbell import Doorbell, DoorbellPoller, wait_command
 from headrace_broker.envelope import check_envelope, content_digest, open_envelope
 from headrace_broker.errors import MalformedMessageError, TransportConfigurationError
 from headrace_broker.fair_share import FairShare
-from headrace_broker.keys import QUEUE_PREFIX, bell_key, level_of, sorted_ids_key
+from headrace_broker.keys import QUEUE_PREFIX, level_of, sorted_ids_key, wake_up_key
 from headrace_broker.leases import LeasedMessage, Leases
 from headrace_broker.reasons import DeadLetterReason
 
 logger = logging.getLogger(__name__)
 
 _REFUSED_SECONDS: Final = 1.0
-"""How long a server that refuses commands, being out of memory or read-only, is left alone."""
+"""Pause after a server has refused a command, for example because it is out of memory or read-only."""
 
 OVER_QUOTA: Final = "headrace_over_quota"
-"""In a message's delivery_info: the quota, where the message is over it and only to be refused, or 0."""
+"""In a message's delivery_info: the tenant's quota, if the message exceeds it and has to be refused, or 0."""
 
 CONTENT: Final = "headrace_content"
-"""In a message's delivery_info: `envelope.content_digest` of it."""
+"""In a message's delivery_info: its `envelope.content_digest`."""
 
 QUEUED_AT: Final = "headrace_queued_at"
-"""In a message's delivery_info: since when it waits by Redis's clock, as a moment of this process's monotonic clock; or
-None, where that is not known."""
+"""In a message's delivery_info: when it began to wait, measured by Redis's clock and converted to this process's
+monotonic clock; None if unknown."""
 
 STEP: Final = "headrace_step"
-"""In a message's delivery_info: the priority step of the list that it came by."""
-
+"""In a message's delivery_info: the priority step of the list in which it arrived."""
 
 PREEMPTIONS: Final = "headrace_preemptions"
 """In a message's delivery_info: `LeasedMessage.preemptions`."""
 
 _COMMAND_TIMEOUT: Final = 5.0
 _TURN_SECONDS: Final = 0.01
-"""For so long fetched messages are handed over before the event loop is to see to other things."""
+"""Fetched messages are handed over for this long before the event loop does other work."""
 _DEFAULT_CREDIT: Final = 16
 
 
 class Turn:
-    """Calls something at each turn of kombu's event loop, behind what else has come."""
+    """Calls a function in each turn of kombu's event loop, after the other events of that turn."""
 
     def __init__(self) -> None:
         self._loop: Any = None
         self._fd: int | None = None
 
     def begin(self, loop: Any, callback: Callable[[], object]) -> None:
-        """Until `end`. The loop would wait for up to a second before it saw what a callback asks it to do soon."""
+        """Call `callback` until `end`. The loop would run a callback's `call_soon` up to a second later."""
         if self._loop is None:
-            self._fd = os.eventfd(1) if self._fd is None else self._fd  # always readable, as nobody reads it
+            self._fd = os.eventfd(1) if self._fd is None else self._fd  # always readable, as nothing reads it
             self._loop = loop
             loop.add_reader(self._fd, callback)
 
@@ -86,7 +85,7 @@ class Turn:
             self._loop = None
 
     def close(self) -> None:
-        """As `end`, for good."""
+        """End, and close the file descriptor."""
         self.end()
         if self._fd is not None:
             os.close(self._fd)
@@ -94,7 +93,7 @@ class Turn:
 
 
 class LeaseRegistry:
-    """The leases of this process, one `Leases` a Redis database. They outlive channels, transports and connections."""
+    """The `Leases` of this process, one for each Redis database. They outlive channels, transports and connections."""
 
     def __init__(self) -> None:
         self._leases: Final[dict[tuple[Any, ...], Leases]] = {}
@@ -118,9 +117,9 @@ class LeaseRegistry:
         return self._leases[database]
 
     def keep_alive(self, leases: Leases, loop: Any) -> None:
-        """Renews now, and from now on by a timer of this event loop."""
+        """Renew the leases now, and from now on by a timer of this event loop."""
         timer = self._timers.pop(leases, None)
-        if timer is not None:  # this is a new connection after a loss
+        if timer is not None:  # the connection was lost, and this is a new one
             timer.cancel()
             leases.pause_reaping()
         leases.tick()
@@ -128,9 +127,9 @@ class LeaseRegistry:
 
 
 class QoS(virtual.QoS):
-    """Sends acknowledgements to the leases."""
+    """Passes acknowledgements and rejections of leased messages to `Leases`."""
 
-    # A channel that closes gives nothing back: leased messages stay held, and others cannot be given to a lost server.
+    # A closing channel puts nothing back: leased messages stay held, and others cannot be sent to a lost server.
     restore_at_shutdown = False
 
     def append(self, message: Any, delivery_tag: str) -> None:
@@ -149,9 +148,9 @@ class QoS(virtual.QoS):
         if not self.channel.leased:
             super().reject(delivery_tag, requeue=requeue)
         elif requeue:
-            self.channel.leases.release(delivery_tag, strike=True)  # a rejection is because of the message
+            self.channel.leases.release(delivery_tag, is_counted=True)  # a rejection is due to the message
         else:
-            self.channel.leases.bury(delivery_tag, DeadLetterReason.REJECTED)
+            self.channel.leases.dead_letter(delivery_tag, DeadLetterReason.REJECTED)
 
     def can_consume(self) -> bool:
         if self.channel.leased:
@@ -159,16 +158,16 @@ class QoS(virtual.QoS):
         return bool(super().can_consume())
 
     def restore_visible(self, *_args: Any, **_kwargs: Any) -> None:
-        # kombu's timer calls this on any one channel, so it must not depend on that channel's queues
+        # kombu's timer calls this on an arbitrary channel, so it must not depend on that channel's queues
         try:
             self.channel.leases.reap()
         except redis.ResponseError as error:
-            logger.warning("the leases of silent workers are not looked at: %s", error)
+            logger.warning("expired leases not reaped: %s", error)
             self.channel.leases.on_refused(str(error))
 
 
 class Message(virtual.Message):
-    """A message that is decoded by `content.py` alone."""
+    """A message that `content.py` decodes, instead of kombu's serializers."""
 
     def _decode(self) -> Any:
         return loads(self.body, self.content_type)
@@ -177,19 +176,19 @@ class Message(virtual.Message):
 class Channel(kombu_redis.Channel):
     """A channel whose task queues are leased.
 
-    `credit` says how many messages may be fetched now; set it to the engine's free capacity. It is asked often, and
-    anew on the channel of each connection.
+    `credit` returns how many messages may be fetched now; set it to the engine's free capacity. It is called often, and
+    has to be set on the channel of each new connection.
 
-    `preemption_credit` matters where there is none: it says which level of what runs would make room, and how many
-    messages of better levels may be taken in its place. A message that has arrived there is taken when
-    `preemption_wait_seconds` have passed in which no other worker has taken it.
+    `preemption_credit` applies when there is no credit. It returns a level, and how many messages of better levels may
+    be fetched to preempt running requests of that level. Such a message is fetched `preemption_wait_seconds` after its
+    arrival, unless another worker takes it before.
     """
 
     QoS = QoS
     Message = Message
 
     _in_poll: Any = None
-    max_connections = 200  # one for each list, and some
+    max_connections = 200  # one for each list, and some more
     lease_seconds = 15.0
     delivery_limit = 5
     lease_queues: tuple[str, ...] = ()
@@ -215,17 +214,17 @@ class Channel(kombu_redis.Channel):
         self.credit = self._prefetch_credit
         self.preemption_credit: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._preemption_timer: Any = None
-        self._doorbells: dict[str, Doorbell] = {}
-        self._awaits_doorbell = False
+        self._waits: dict[str, BlockingWait] = {}
+        self._awaits_list = False
         self._ask_again_at = 0.0
         self._fetched: deque[LeasedMessage] = deque()
-        """Not handed over yet, as the event loop is to see to other things in between."""
+        """Fetched, but not handed over yet, so that the event loop can do other work in between."""
         self._steps: Iterator[None] | None = None
-        """What is left of handing over the first of them."""
+        """The remaining steps of handing over the first of them."""
         self._rounds: Iterator[list[LeasedMessage]] | None = None
-        """What is left of a fetch."""
-        self._better_credit = math.inf
-        """What is left of the credit of the latest fetch of better messages; used up: others may be left."""
+        """The remaining scripts of a fetch."""
+        self._preempting_credit = math.inf
+        """Remaining credit of the latest preempting fetch. At 0 or below, more preempting messages may be waiting."""
         self._turn = Turn()
         super().__init__(*args, **kwargs)
         if self.global_keyprefix:
@@ -235,7 +234,7 @@ class Channel(kombu_redis.Channel):
         self.leases: Leases = self.connection.lease_registry.of_channel(self)
 
     def make_pool(self, parameters: dict[str, Any]) -> "redis.ConnectionPool":
-        """A pool with kombu's parameters of a connection."""
+        """Return a pool of connections with these kombu parameters."""
         return redis.ConnectionPool(**parameters)
 
     def basic_consume(self, queue: str, no_ack: bool, *args: Any, **kwargs: Any) -> Any:
@@ -255,16 +254,16 @@ class Channel(kombu_redis.Channel):
         return queue.startswith(QUEUE_PREFIX) or queue in self.lease_queues
 
     def _prefetch_credit(self) -> int:
-        """Without an engine: Celery's prefetch count."""
+        """Return Celery's prefetch count, less the held messages. This is the credit without an engine."""
         return (self.qos.prefetch_count or _DEFAULT_CREDIT) - len(self.leases)
 
     def _get(self, queue: str) -> Any:
         if self._is_leased(queue):
-            raise TransportConfigurationError(f"queue {queue} is leased: it is consumed, not asked for single messages")
+            raise TransportConfigurationError(f"queue {queue} is leased: consume it, single messages cannot be fetched")
         return super()._get(queue)
 
     def _size(self, queue: str) -> int:
-        """Messages that wait, sorted or not; 0 where a key has the wrong type, as a worker asks when it starts."""
+        """Return how many messages wait, sorted or not; 0 for a key of the wrong type, so that a worker can start."""
         try:
             size: int = super()._size(queue)
             if self._is_leased(queue):
@@ -293,28 +292,28 @@ class Channel(kombu_redis.Channel):
         super().close()
 
     def _receive_one(self, subscriber: Any) -> Any:
-        """Reads what was published, such as a control message. Nothing that anybody publishes may end the worker."""
+        """Read a published message, such as a control message. No published message may end the worker."""
         try:
             return super()._receive_one(subscriber)
         except (*self.connection_errors, OperationalError, Empty):
             raise
-        except Exception as error:  # noqa: BLE001  # of a stranger's message
-            logger.warning("a published message was dropped: %s", _shown(error))
+        except Exception as error:  # noqa: BLE001  # the message may be malformed in any way
+            logger.warning("published message dropped: %s", _shown(error))
             return None
 
     def _deliver_fanout_message(self, message: Any, exchange: str) -> Any:
-        check_envelope(message)  # kombu inflates what calls itself compressed
+        check_envelope(message)  # before kombu decompresses it
         return super()._deliver_fanout_message(message, exchange)
 
     @property
     def hands_over(self) -> bool:
-        """Whether a fetch goes on in later turns of the event loop."""
+        """Whether a fetch continues in later turns of the event loop."""
         return bool(self._fetched or self._rounds)
 
-    # kombu's poller calls the two methods below around its wait for BRPOP; a leased channel waits for its doorbell.
+    # kombu's poller calls the two methods below around its BRPOP; a leased channel sends a blocking wait instead.
 
     def _brpop_start(self, timeout: float | None = None) -> None:
-        self._awaits_doorbell = self.leased
+        self._awaits_list = self.leased
         if not self.leased:
             super()._brpop_start(timeout)
             return
@@ -323,14 +322,14 @@ class Channel(kombu_redis.Channel):
         connection = self.client.connection
         try:
             connection.send_command(*wait_command(self._q_for_pri(self.active_queues[0], 0)))
-        except redis.ResponseError as error:  # it is asked how it is, now and then, before it gets a command
+        except redis.ResponseError as error:  # of the health check that redis-py may send before the command
             self._was_refused(error)
             return
         self._in_poll = connection
         self._brpop_sent_at = time.monotonic()
 
     def _brpop_read(self, **options: Any) -> bool:
-        if not self._awaits_doorbell:
+        if not self._awaits_list:
             return bool(super()._brpop_read(**options))
         try:
             self.client.parse_response(self.client.connection, "BLMOVE")
@@ -346,20 +345,20 @@ class Channel(kombu_redis.Channel):
             raise Empty
         return True
 
-    def arm_doorbells(self, poller: DoorbellPoller) -> None:
-        """Wait for every list but the first, for which kombu's poller waits, and for sorted messages."""
+    def start_waits(self, poller: WaitPoller) -> None:
+        """Start to wait for sorted messages, and for every list but the first: kombu's poller waits for that one."""
         if self._is_refused():
             return
         try:
             for queue in self.active_queues:
-                for list_name in (*self._lists_of(queue), bell_key(queue)):
+                for list_name in (*self._lists_of(queue), wake_up_key(queue)):
                     if list_name != self.active_queues[0]:
-                        self._doorbell(list_name).arm(poller)
+                        self._wait_for(list_name).start(poller)
         except redis.ResponseError as error:
             self._was_refused(error)
 
-    def arm_doorbells_of_better(self, poller: DoorbellPoller) -> None:
-        """Without credit, wait for the lists whose messages would preempt what runs, if any would."""
+    def start_preempting_waits(self, poller: WaitPoller) -> None:
+        """Without credit, start to wait for the lists whose messages may preempt running requests."""
         if self.hands_over or self._preemption_timer is not None or self._is_refused():
             return
         level, count = self.preemption_credit()
@@ -368,61 +367,61 @@ class Channel(kombu_redis.Channel):
         try:
             for step in self.priority_steps:
                 for queue in self.active_queues if step < level else ():
-                    self._doorbell(self._q_for_pri(queue, step)).arm(poller)
+                    self._wait_for(self._q_for_pri(queue, step)).start(poller)
         except redis.ResponseError as error:
             self._was_refused(error)
 
-    def _doorbell(self, list_name: str) -> Doorbell:
-        if list_name not in self._doorbells:
-            self._doorbells[list_name] = Doorbell(self, list_name)
-        return self._doorbells[list_name]
+    def _wait_for(self, list_name: str) -> BlockingWait:
+        if list_name not in self._waits:
+            self._waits[list_name] = BlockingWait(self, list_name)
+        return self._waits[list_name]
 
-    def on_doorbell(self, doorbell: Doorbell) -> bool:
-        """Fetches, as a list has a message or its wait is over. False if there was none."""
+    def on_wait(self, wait: BlockingWait) -> bool:
+        """Fetch after Redis has answered a blocking wait. Return False if nothing was fetched."""
         try:
-            has_message = doorbell.answer()
+            has_message = wait.read_reply()
         except redis.ResponseError as error:
             return self._fetch_past(error)
         if self.fetch():
             return True
         if has_message:
-            self.await_better()
+            self.schedule_preempting_fetch()
         return False
 
-    def await_left_better(self) -> None:
-        """Before each wait: better messages that a fetch may have left, as its credit was used up, are next."""
-        if self._better_credit <= 0 and self.active_queues and not (self.hands_over or self._is_refused()):
-            self.await_better()
+    def schedule_remaining_preempting(self) -> None:
+        """Schedule another preempting fetch if the last one used up its credit. Called before each poll."""
+        if self._preempting_credit <= 0 and self.active_queues and not (self.hands_over or self._is_refused()):
+            self.schedule_preempting_fetch()
 
-    def await_better(self) -> None:
-        """Take better messages after the wait, if they would preempt anything then."""
+    def schedule_preempting_fetch(self) -> None:
+        """Fetch preempting messages after `preemption_wait_seconds`, if they can preempt anything then."""
         loop = self.connection.loop
         if loop is not None and self._preemption_timer is None and self.preemption_credit()[1] > 0:
             self._preemption_timer = loop.call_later(self.preemption_wait_seconds, self._on_preemption_time)
 
     def _on_preemption_time(self) -> None:
         self._preemption_timer = None
-        if self.fetch():  # there was room by now
-            self._better_credit = 0
+        if self.fetch():  # there is room by now
+            self._preempting_credit = 0
         else:
-            self.fetch_better()
-        self.connection.cycle.look_soon()  # the doorbells were not armed meanwhile
+            self.fetch_preempting()
+        self.connection.cycle.check_soon()  # no blocking waits were started while the timer ran
 
     def _fetch_past(self, error: "redis.ResponseError") -> bool:
-        """The server refuses to wait for one list. Other lists may have messages, where only its type is wrong."""
+        """Handle a refused wait for one list. If only the type of its key is wrong, fetch from the other lists."""
         fetched = "WRONGTYPE" in str(error) and self.fetch()
         self._was_refused(error)
         return fetched
 
     def _lists(self) -> list[str]:
-        """The lists of all queues in the order in which they are served; the queues take turns."""
+        """Return the lists of all queues in the order in which they are served; the queues take turns."""
         queues = self._queue_cycle.consume(len(self.active_queues))
         return [self._q_for_pri(queue, step) for step in self.priority_steps for queue in queues]
 
     def fetch(self) -> bool:
-        """Takes as many messages as there is credit for, and hands them to their consumers. False if there was none.
+        """Fetch messages up to the credit and hand them to their consumers. Return False if there were none.
 
-        What takes long goes on in later turns of the event loop.
+        Long work continues in later turns of the event loop.
         """
         if not self.leased or self._closing or not self.active_queues or self.hands_over or self._is_refused():
             return False
@@ -432,21 +431,21 @@ class Channel(kombu_redis.Channel):
         self._rounds = self.leases.fetch_in_rounds(self._lists(), count)
         return self._go_on()
 
-    def fetch_better(self) -> bool:
-        """Without credit, take messages that preempt what runs. False where nothing may be preempted."""
+    def fetch_preempting(self) -> bool:
+        """Without credit, fetch messages that preempt running requests. Return False if none may be preempted."""
         if not self.leased or self._closing or not self.active_queues or self.hands_over or self._is_refused():
             return False
         level, count = self.preemption_credit()
         if count <= 0:
             return False
         num_better = sum(step < level for step in self.priority_steps) * len(self.active_queues)
-        self._better_credit = count
+        self._preempting_credit = count
         self._rounds = self.leases.fetch_in_rounds(self._lists(), count, taken_from=num_better)
         self._go_on()
         return True
 
     def _go_on(self) -> bool:
-        """Fetch and hand over for one turn of the event loop, and in the next ones; all at once where there is none."""
+        """Fetch and hand over during this turn of the event loop and the next ones; all at once without a loop."""
         loop = self.connection.loop
         until = time.monotonic() + _TURN_SECONDS if loop is not None else math.inf
         found = False
@@ -468,7 +467,7 @@ class Channel(kombu_redis.Channel):
             self._turn.begin(loop, self._go_on)
         else:
             self._turn.end()
-            self.connection.cycle.look_soon()
+            self.connection.cycle.check_soon()
         return found or self.hands_over
 
     def _fetch_round(self) -> None:
@@ -480,11 +479,11 @@ class Channel(kombu_redis.Channel):
             self._was_refused(error)
         if messages is None:
             self._rounds = None
-            if self._better_credit > 0:
-                self._better_credit = math.inf
+            if self._preempting_credit > 0:
+                self._preempting_credit = math.inf
         else:
             self._fetched += messages
-            self._better_credit -= sum(not message.over_quota for message in messages)
+            self._preempting_credit -= sum(not message.over_quota for message in messages)
 
     def _hand_over_step(self) -> None:
         steps = self._steps = self._steps or self._hand_over()
@@ -495,31 +494,31 @@ class Channel(kombu_redis.Channel):
 
     def _release_fetched(self) -> None:
         self._steps = None
-        while self._fetched:  # the last first: they come out again in their order
+        while self._fetched:  # the last one first, which keeps their order in the queue
             self.leases.release(self._fetched.pop().lease_id)
 
     def _is_refused(self) -> bool:
         return time.monotonic() < self._ask_again_at
 
     def _was_refused(self, error: "redis.ResponseError") -> None:
-        """The server is there, but out of memory, read-only or strict: that passes, and must not end the worker."""
+        """Pause the fetches: a server that is out of memory or read-only recovers, and must not end the worker."""
         self._ask_again_at = time.monotonic() + _REFUSED_SECONDS
-        logger.warning("no messages are taken for %g s, as the server refuses: %s", _REFUSED_SECONDS, error)
+        logger.warning("fetches paused for %g s, Redis refused a command: %s", _REFUSED_SECONDS, error)
         self.leases.on_refused(str(error))
 
     def _hand_over(self) -> Iterator[None]:
-        """Hands the first message to its consumer, in steps. No message, whatever is in it, may end the worker."""
+        """Hand the first message to its consumer, in steps. No content of a message may end the worker."""
         message = self._fetched[0]
         queue = message.list_name.partition(self.sep)[0]
         payload: dict[str, Any] | None = None
         problem = ""
         try:
             payload = yield from self._payload(message, queue)
-        except Exception as error:  # noqa: BLE001  # whatever a stranger put into the queue
+        except Exception as error:  # noqa: BLE001  # the message may be malformed in any way
             problem = _shown(error)
-        self._fetched.popleft()  # not before: where the channel closes between two steps, it is released
+        self._fetched.popleft()  # not before: a channel that closes between two steps releases it
         if payload is None:
-            self.leases.bury(message.lease_id, DeadLetterReason.UNDECODABLE, problem)
+            self.leases.dead_letter(message.lease_id, DeadLetterReason.UNDECODABLE, problem)
             return
         consume = self.connection._callbacks.get(queue)
         if consume is None:  # the consumer was cancelled in the meantime
@@ -527,11 +526,11 @@ class Channel(kombu_redis.Channel):
             return
         try:
             if not self.leases.bind(message, payload["headers"].get("id")):
-                self.leases.bury(message.lease_id, DeadLetterReason.DUPLICATE_ID)
+                self.leases.dead_letter(message.lease_id, DeadLetterReason.DUPLICATE_ID)
                 return
             consume(payload)
         except (*CONNECTION_ERRORS, OperationalError):
-            self.leases.release(message.lease_id, strike=True)
+            self.leases.release(message.lease_id, is_counted=True)
             raise
         except redis.ResponseError as error:
             self.leases.release(message.lease_id)
@@ -539,17 +538,17 @@ class Channel(kombu_redis.Channel):
         except Exception as error:  # noqa: BLE001  # one bad message must not end the worker
             # the error's own text may quote the message, and with it a prompt
             trace = "".join(traceback.format_tb(error.__traceback__))
-            logger.error("a message of queue %s could not be delivered: %s\n%s", queue, type(error).__name__, trace)
-            self.leases.bury(message.lease_id, DeadLetterReason.UNDELIVERABLE, type(error).__name__)
+            logger.error("message of queue %s not delivered: %s\n%s", queue, type(error).__name__, trace)
+            self.leases.dead_letter(message.lease_id, DeadLetterReason.UNDELIVERABLE, type(error).__name__)
 
     def _payload(self, message: LeasedMessage, queue: str) -> Generator[None, None, dict[str, Any]]:
-        """What kombu gets, made in steps of 26 ms at most, as measured with the largest message."""
+        """Return the payload for kombu, made in steps. Each takes 26 ms at most, measured with the largest message."""
         payload = open_envelope(message.body)
         yield
         content = content_digest(payload)
         yield
         properties = payload["properties"]
-        # The tag that the producer chose may be anyone's; the lease's is unique among the messages in flight.
+        # Producers may choose equal tags; the lease id is unique among the messages in flight.
         properties["delivery_tag"] = message.lease_id
         properties["delivery_info"]["routing_key"] = queue
         properties["delivery_info"]["redelivered"] = message.deliveries > 1
@@ -562,13 +561,13 @@ class Channel(kombu_redis.Channel):
         }
         # Decoded once, as it may be megabytes.
         payload["body"], properties["body_encoding"] = self.Message(payload, channel=self).body, None
-        self.leases.had_prefix(payload["headers"].get("prefix"))
+        self.leases.remember_prefix(payload["headers"].get("prefix"))
         yield
         return payload
 
 
 def _shown(error: Exception) -> str:
-    """What went wrong, without the text of errors that may quote the message."""
+    """Describe the error, without the text of errors that may quote the message."""
     return str(error) if isinstance(error, MalformedMessageError) else type(error).__name__
 
 
@@ -577,21 +576,21 @@ class Transport(kombu_redis.Transport):
 
     Channel = Channel
     loop: Any = None
-    """kombu's event loop, where one turns."""
+    """kombu's event loop; None if none is running."""
     lease_registry: ClassVar[LeaseRegistry] = LeaseRegistry()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.cycle = DoorbellPoller()
+        self.cycle = WaitPoller()
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         self.loop = loop
-        # Renew before kombu reaps on this new connection, or the first to be reaped would be our own.
+        # Renew before kombu reaps on this new connection, or it would reap our own leases first.
         for leases in {channel.leases for channel in self.channels}:
             self.lease_registry.keep_alive(leases, loop)
-        self.cycle.read_by(self.on_readable, loop.readers)
+        self.cycle.set_readers(self.on_readable, loop.readers)
         before = set(loop.on_tick)
         super().register_with_event_loop(connection, loop)
-        for look in loop.on_tick - before:
-            loop.on_tick.remove(look)
-            loop.on_tick.add(partial(self.cycle.prepare, look))
+        for check in loop.on_tick - before:
+            loop.on_tick.remove(check)
+            loop.on_tick.add(partial(self.cycle.prepare, check))

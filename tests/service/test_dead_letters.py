@@ -33,7 +33,7 @@ def dead_letter(client: Client, redis_client: "redis.Redis", *request_ids: str, 
         client.submit("the wheel Zanzibar", request_id=request_id)
         [message] = leases.fetch(queue_lists(queue_name(MODEL)), 1)
         why, _, detail = reason.partition(": ")
-        leases.bury(message.lease_id, DeadLetterReason(why), detail)
+        leases.dead_letter(message.lease_id, DeadLetterReason(why), detail)
         StreamWriter(redis_client, 60).end_unclaimed(request_id, "error", ErrorInfo("dead_letter", "x"))
         redis_client.set(result_key(request_id), "x")
         redis_client.set(engine_losses_key(request_id), 2)

@@ -57,7 +57,7 @@ def test_the_queues_of_every_registered_model_are_exported_without_a_worker(
     leases = Leases(redis_client, lease_seconds=60, delivery_limit=3)
     (message,) = leases.fetch(queue_lists(queue_name("one")), 1)
     leases.hold(message.lease_id, message)
-    leases.bury(message.lease_id, DeadLetterReason.POISON)
+    leases.dead_letter(message.lease_id, DeadLetterReason.POISON)
     leases.fetch(queue_lists(queue_name("one")), 1)
     exporter.poll()
     queue = {"model": "one", "queue": "headrace.one"}

@@ -35,7 +35,7 @@ def test_prose_is_looked_at_and_code_is_not(plain_words: ModuleType, tmp_path: P
     assert sorted(found(plain_words, page)) == [(1, "doorbell"), (9, "Buried")]
     module = tmp_path / "module.py"
     module.write_text(
-        '"""Whoever asks.\n\nGives the news.\n"""\nbury = 1  # a strike\nlog.warning(f"{bury} is in debt")\nbury()\n'
+        '"""Whoever asks.\n\nGives the news.\n"""\nbury = ":bell"  # a strike\nlog.info(f"{bury} is in debt")\nbury()\n'
     )
     assert sorted(found(plain_words, module)) == [(1, "Whoever"), (3, "news"), (5, "strike"), (6, "debt")]
 

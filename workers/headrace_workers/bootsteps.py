@@ -271,7 +271,7 @@ class EngineStep(bootsteps.StartStopStep):
             return
         try:
             self._leases.sort(self._lists)
-            self._channel.await_better()  # other workers get some time to take the new messages without preempting
+            self._channel.schedule_preempting_fetch()  # not at once: other workers may have free slots
         except CONNECTION_ERRORS:
             pass  # the event loop notices it itself
         except redis.ResponseError as error:

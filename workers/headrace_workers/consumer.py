@@ -53,7 +53,7 @@ class EngineConsumer(Consumer):
             queue=str(message.delivery_info.get("routing_key") or message.delivery_info.get("exchange"))[:200],
         )
         if message.channel.leased:  # control messages need no acknowledgement
-            message.channel.leases.bury(message.delivery_tag, reason, why)
+            message.channel.leases.dead_letter(message.delivery_tag, reason, why)
 
     def on_send_event_buffered(self) -> None:
         """Do nothing. Celery would send events in each turn of its loop. Here `flush_events` or the 24th event does."""

@@ -547,7 +547,7 @@ class Dispatcher:
         jobs = list(self._in_flight)
         for job in reversed(jobs):  # each goes to the front, so the last one goes first
             reason = "engine_given_up" if self._given_up else "drain"
-            self._in_flight.hand_back(job, reason, strike=self._given_up)
+            self._in_flight.hand_back(job, reason, is_counted=self._given_up)
         return len(jobs)
 
     def stop(self) -> None:

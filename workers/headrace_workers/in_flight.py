@@ -184,12 +184,12 @@ class InFlight:
         self._abort(job)
         self._forget(job)
 
-    def hand_back(self, job: Job, reason: str, *, strike: bool = False, is_preempted: bool = False) -> None:
+    def hand_back(self, job: Job, reason: str, *, is_counted: bool = False, is_preempted: bool = False) -> None:
         """Stop a request and return it to the queue. It resumes after its last token."""
         self._abort(job)
-        self._put_back(job, reason, strike=strike, is_preempted=is_preempted)
+        self._put_back(job, reason, is_counted=is_counted, is_preempted=is_preempted)
 
-    def _put_back(self, job: Job, reason: str, *, strike: bool = False, is_preempted: bool = False) -> None:
+    def _put_back(self, job: Job, reason: str, *, is_counted: bool = False, is_preempted: bool = False) -> None:
         """Return a job's message to the queue and extend the lifetime of its stream."""
         self._forget(job)
         if not self._publisher.is_refused:
@@ -198,7 +198,7 @@ class InFlight:
             except REDIS_ERRORS as failure:
                 logger.warning("stream lifetime not extended", **job.log_fields, error=type(failure).__name__)
         self._metrics.message_returned(reason)
-        job.celery_request.hand_back(strike=strike, is_preempted=is_preempted)
+        job.celery_request.hand_back(is_counted=is_counted, is_preempted=is_preempted)
 
     def _forget(self, job: Job) -> None:
         self._publisher.drop(job.key)
@@ -457,7 +457,7 @@ class InFlight:
             # Fenced: another worker has the request and this lease is lost, so handing back does nothing. Or another
             # client wrote to the stream: the next claim sees its entries. Rolled back: Redis lost more than is kept
             # here, and the next attempt generates it again. The request may be the cause, so the delivery counts.
-            self._put_back(job, why.value, strike=True)
+            self._put_back(job, why.value, is_counted=True)
         else:
             self._settlement.finish_refused(job, is_gone=why is WriteOutcome.GONE)
 

@@ -144,7 +144,7 @@ class Settlement:
         is_own = isinstance(error, redis.ResponseError) and self._writer.takes_writes()
         logger.warning("request returned to the queue", request_id=celery_request.id, error=str(error))
         self._metrics.message_returned("stream_refused" if is_own else "redis")
-        celery_request.hand_back(strike=is_own)
+        celery_request.hand_back(is_counted=is_own)
         self.redis_refuses = self.redis_refuses or not is_own
 
     def refuse_malformed(
@@ -197,7 +197,7 @@ class Settlement:
         ended = entries[-1] if entries else None
         if not isinstance(ended, EndEvent):  # it has expired just now
             self._metrics.message_returned("stream_refused")
-            celery_request.hand_back(strike=True)
+            celery_request.hand_back(is_counted=True)
             return
         result = recorded_result(celery_request.id, entries, ended).to_wire()
         celery_request.cost(_tokens_of(ended.usage or recorded_usage(entries)))

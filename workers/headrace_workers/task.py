@@ -132,20 +132,20 @@ class EngineRequest(Request):
         elif not self.acknowledged:
             self.acknowledged = True
             leases = self._message.channel.leases
-            self.dispatcher.settlement.call_soon(partial(leases.bury, self.lease_id, *self._dead_letter_reason))
+            self.dispatcher.settlement.call_soon(partial(leases.dead_letter, self.lease_id, *self._dead_letter_reason))
 
     def cost(self, tokens: int) -> None:
         """Charge the tenant for the tokens, of prompt and output, when the message is acknowledged."""
         self._message.channel.leases.cost(self.lease_id, tokens)
 
-    def hand_back(self, *, strike: bool = False, is_preempted: bool = False) -> None:
+    def hand_back(self, *, is_counted: bool = False, is_preempted: bool = False) -> None:
         """Return the message to the front of its queue.
 
-        With `strike` its delivery counts, so that a message that cannot be served is not delivered for ever. A return
-        that the workers decide, such as a drain, does not count. `is_preempted` counts a preemption of the request.
+        With `is_counted` its delivery counts, so that a message that cannot be served is not delivered for ever. A
+        return that the workers decide, such as a drain, does not count. `is_preempted` counts a preemption.
         """
         self._settled()
-        self._message.channel.leases.release(self.lease_id, strike=strike, is_preempted=is_preempted)
+        self._message.channel.leases.release(self.lease_id, is_counted=is_counted, is_preempted=is_preempted)
         self.send_event("task-rejected", requeue=True)
 
     def postpone(self, seconds: float, *, keeps_place: bool = False) -> None:
@@ -161,7 +161,7 @@ class EngineRequest(Request):
     def reject_duplicate(self) -> None:
         """Dead-letter the message, because its request id belongs to another one. That one's result is kept."""
         self._settled()
-        self._message.channel.leases.bury(self.lease_id, DeadLetterReason.DUPLICATE_ID)
+        self._message.channel.leases.dead_letter(self.lease_id, DeadLetterReason.DUPLICATE_ID)
         self.send_event("task-rejected", requeue=False)
 
     def let_go(self) -> None:
@@ -192,7 +192,7 @@ class EngineRequest(Request):
     def reject_undecodable(self, why: str) -> None:
         """Dead-letter the message, because its body cannot be read."""
         self._settled()
-        self._message.channel.leases.bury(self.lease_id, DeadLetterReason.REJECTED, why)
+        self._message.channel.leases.dead_letter(self.lease_id, DeadLetterReason.REJECTED, why)
         self.send_event("task-rejected", requeue=False)
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:

@@ -1,8 +1,8 @@
--- Counts dead letters by list and reason, read and nothing written. A letter carries its message, which may be large: one
--- call looks at a part of them only, so that it does not hold up the server.
+-- Counts dead letters by list and reason. Writes nothing. A letter contains its message, which may be large, so one call
+-- reads a limited number of them and does not block the server.
 -- ARGV: num_counted
--- num_counted: how many newer ones have been counted.
--- Returns {how many have been counted now, of how many bytes, {list, reason, count, ...}}.
+-- num_counted: how many letters, the newest ones, earlier calls have counted.
+-- Returns {that number after this call, bytes that this call read, {list, reason, count, ...}}.
 local MOST_LETTERS, MOST_BYTES = 100, 1024 * 1024
 
 local counts, bytes, at = {}, 0, tonumber(num_counted)

@@ -1,9 +1,9 @@
--- Puts one dead letter back into its queue, and deletes what is left of its first run.
+-- Puts one dead letter back into its queue, and deletes the keys of its first run.
 -- KEYS: LIST, STREAM, ENDED, RESULT, ENGINE_LOSSES, LISTENER
 -- ARGV: letter, body, request, content
--- letter: as it lies there. content: the digest of the message's content.
--- Returns 1, or 0 where the letter stays: it is no longer among the dead letters, its message is known and not dead, or its
--- request id or its stream is another message's, which must not be deleted.
+-- letter: as stored. content: the digest of the message's content.
+-- Returns 1, or 0 if nothing was done: the letter is no longer stored, its message waits or is leased, or its request id or
+-- its stream is another message's, which must not be deleted.
 local list = redis.call('TYPE', LIST).ok
 if list ~= 'list' and list ~= 'none' then
   return {err = string.format('WRONGTYPE the list %s holds a %s: restore or delete it', (string.gsub(LIST, '%c+', ' ')), list)}

@@ -1,10 +1,10 @@
--- Finds keys of the wrong type before a script writes. A script that fails midway takes nothing back, and would lose the
--- message that it moves. A key that does not exist is right. Each key is looked at once a call. What else Redis may
--- refuse (no memory, a replica, a full disk) it refuses at a script's first write, and never behind it.
+-- Finds keys of the wrong type before a script writes. Redis does not undo the writes of a script that fails midway, so
+-- the message that it moves would be lost. A key that does not exist is valid. Each key is checked once a call. For other
+-- reasons (no memory, a replica, a full disk) Redis refuses the first write of a script, and never a later one.
 
 local kinds = {}
 
--- What a key held when it was first asked for.
+-- Returns the type of a key at the time of the first check.
 local function kind_of(key)
   local kind = kinds[key]
   if not kind then
@@ -14,7 +14,7 @@ local function kind_of(key)
   return kind
 end
 
--- What is wrong with a key, or nil.
+-- Returns the problem of a key as a message, or nil.
 local function problem_of(key, kind)
   local found = kind_of(key)
   if found == kind or found == 'none' then return nil end
@@ -26,7 +26,7 @@ local function is_finite(value)
   return type(value) == 'number' and value == value and math.abs(value) < math.huge
 end
 
--- The number that a reply of Redis says, or `otherwise`: somebody may have written any text there.
+-- Returns the number in a reply of Redis, or `otherwise` if it is not a number: the value may have been edited by hand.
 local function number_in(reply, otherwise)
   local value = tonumber(reply or nil)
   return is_finite(value) and value or otherwise

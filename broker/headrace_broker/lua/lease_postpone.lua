@@ -1,6 +1,6 @@
--- Leaves one message in nobody's hands until its time: its lease then runs out, and whoever reaps first puts it back.
+-- Delays one message. No worker holds it until it is due; its lease then expires, and the next reaper puts it back.
 -- ARGV: owner, id, seconds, keeps_place
--- keeps_place: 1 where it does. Returns 1, or 0 where the lease was no longer the owner's.
+-- keeps_place: 1 to keep its place and age. Returns 1, or 0 if the owner has lost the lease.
 local list = owned_list(id, owner)
 if not list then return 0 end
 local record = record_of(id)
@@ -12,11 +12,11 @@ redis.call('ZADD', LEASES, due, id)
 drop(held_key(list), id)
 redis.call('ZADD', delayed_key(list), due, id)
 redis.call('HSET', LEASE_META, id, 'delayed|' .. list)
-take_back_strike(id)
+uncount_delivery(id)
 if record then
   refund(id, record)
   record.taken = nil
-  if keeps_place ~= '1' then -- it does not wait, and so does not age, before its time
+  if keeps_place ~= '1' then -- it begins to wait and to age when it is due
     record.since, record.level = math.floor(due * 1000000), record.list
     record.due, record.first, record.held = record.since, nil, nil
   end

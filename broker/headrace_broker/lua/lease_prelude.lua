@@ -1,9 +1,9 @@
--- Shared by the lease scripts. A lease id is a hash of its message (`lease_id_of`), so a message keeps its id, and with it
--- its count of deliveries, through every queue and every worker. Messages are stored and put back byte for byte.
+-- Shared by the lease scripts. A lease id is a hash of its message (`lease_id_of`), so a message keeps its id and its count
+-- of deliveries in every queue and at every worker. Messages are stored and put back byte for byte.
 
 local DEAD_LETTERS_KEPT = 1000
 
--- What all messages of all queues need.
+-- The keys that all messages of all queues need.
 do
   local problem = problem_of(LEASES, 'zset') or problem_of(LEASE_BODIES, 'hash') or problem_of(LEASE_META, 'hash')
     or problem_of(LEASE_DELIVERIES, 'hash') or problem_of(DEAD_LETTERS, 'list') or problem_of(LEASE_RECORDS, 'hash')
@@ -16,24 +16,24 @@ local function now()
   return time[1] + time[2] / 1000000
 end
 
--- Nil where it says none.
+-- Returns the list in a lease's meta value, or nil if it has none.
 local function list_of(meta)
   local at = string.find(meta, '|', 1, true)
   return at and at < #meta and string.sub(meta, at + 1) or nil
 end
 
--- Takes an id out of a sorted set that only says where it is: one of the wrong type does not hold it.
+-- Removes an id from a sorted set that only tells its place: a key of the wrong type does not contain it.
 local function drop(key, id)
   return problem_of(key, 'zset') and 0 or redis.call('ZREM', key, id)
 end
 
--- The list that the owner's message came from; nil where the lease is not, or no longer, the owner's.
+-- Returns the list in which the owner's message arrived; nil if the lease is not, or no longer, the owner's.
 local function owned_list(id, owner)
   local meta = redis.call('HGET', LEASE_META, id)
   if meta and string.sub(meta, 1, #owner + 1) == owner .. '|' then return string.sub(meta, #owner + 2) end
 end
 
--- Counts it among the leases of its list.
+-- Adds the lease to the held leases of its list.
 local function hold(list, expires, id)
   if not problem_of(held_key(list), 'zset') then redis.call('ZADD', held_key(list), expires, id) end
 end
@@ -45,7 +45,7 @@ local function grant(id, owner, list, seconds)
   redis.call('HSET', LEASE_META, id, owner .. '|' .. list)
 end
 
--- Nobody holds the message any more. It is still known, as one that waits.
+-- Ends the lease of a message. Its body and its record stay.
 local function revoke(id)
   redis.call('ZREM', LEASES, id)
   local meta = redis.call('HGET', LEASE_META, id)
@@ -76,7 +76,7 @@ local function is_record(record)
     and is_finite(record.taken or 0)
 end
 
--- What is known of a message of the queue; nil where nothing is that makes sense.
+-- Returns the record of a message, of this queue if one is given; nil if there is none or it is invalid.
 local function record_of(id, queue)
   local packed = redis.call('HGET', LEASE_RECORDS, id)
   if not packed then return nil end
@@ -84,7 +84,7 @@ local function record_of(id, queue)
   return readable and is_record(record) and (not queue or queue_of(record.list) == queue) and record or nil
 end
 
--- The lease id of the message that a request id is bound to, as long as that message is known; nil where there is none.
+-- Returns the lease id of the stored message to which a request id is bound, or nil.
 local function holder_of(request)
   local id = redis.call('HGET', LEASE_REQUESTS, request)
   return id and redis.call('HEXISTS', LEASE_BODIES, id) == 1 and id or nil
@@ -96,14 +96,14 @@ local function unbind(id, record)
   end
 end
 
--- The message is known no more, and its request id is free.
+-- Deletes the body and the record of a message, and frees its request id.
 local function forget(id)
   unbind(id, record_of(id))
   redis.call('HDEL', LEASE_BODIES, id)
   redis.call('HDEL', LEASE_RECORDS, id)
 end
 
--- Counts one more delivery, or one less. What somebody has made no number, or too large a one, begins anew.
+-- Adds one delivery and returns the count. A count that is not a number, or too large, restarts at 1.
 local function count_delivery(id)
   local count = redis.pcall('HINCRBY', LEASE_DELIVERIES, id, 1)
   if type(count) == 'number' and count > 0 then return count end
@@ -111,13 +111,13 @@ local function count_delivery(id)
   return 1
 end
 
--- The delivery does not count: it was ended by the fleet, or by the message's own ETA, and says nothing of the message.
-local function take_back_strike(id)
+-- Subtracts one delivery: the fleet or the message's own ETA ended it, so it is no evidence against the message.
+local function uncount_delivery(id)
   local count = redis.pcall('HINCRBY', LEASE_DELIVERIES, id, -1)
   if type(count) ~= 'number' or count <= 0 then redis.call('HDEL', LEASE_DELIVERIES, id) end
 end
 
-local function bury(body, list, deliveries, reason)
+local function dead_letter(body, list, deliveries, reason)
   local letter = {body = body or '', list = list, deliveries = deliveries, reason = reason, at = now()}
   redis.call('LPUSH', DEAD_LETTERS, cmsgpack.pack(letter))
   redis.call('LTRIM', DEAD_LETTERS, 0, DEAD_LETTERS_KEPT - 1)

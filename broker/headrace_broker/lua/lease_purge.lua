@@ -1,7 +1,7 @@
--- Deletes sorted messages that wait.
+-- Deletes sorted waiting messages.
 -- KEYS: LIST[]
 -- ARGV: most
--- LIST: the lists of one queue. Returns how many it deleted.
+-- LIST: the lists of one queue. most: how many to delete at most. Returns how many it deleted.
 local purged, queue = 0, nil
 for _, level in ipairs(LIST) do
   queue = queue_of(level)
@@ -18,5 +18,5 @@ for _, level in ipairs(LIST) do
   end
   if purged >= tonumber(most) then break end
 end
-ring(queue)
+update_wake_up(queue)
 return purged

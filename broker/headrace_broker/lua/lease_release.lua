@@ -1,11 +1,11 @@
--- Hands one message back.
--- ARGV: owner, id, strike, is_preempted
--- strike: 1 if the delivery counts. is_preempted: 1 if it makes room for a message of a better level, which is counted.
--- Returns 1, or 0 where the lease was no longer the owner's.
+-- Puts one message back.
+-- ARGV: owner, id, is_counted, is_preempted
+-- is_counted: 1 if the delivery counts. is_preempted: 1 if the message makes room for one of a better level.
+-- Returns 1, or 0 if the owner has lost the lease.
 local list = owned_list(id, owner)
 if not list then return 0 end
 -- first, as a server out of memory refuses a script's first write if that may need more
 local problem = put_back(id, list ~= '' and list or nil, is_preempted == '1')
 if problem then return {err = problem} end
-if strike ~= '1' then take_back_strike(id) end
+if is_counted ~= '1' then uncount_delivery(id) end
 return 1

@@ -1,7 +1,7 @@
--- Leases messages whose time has not come.
+-- Leases delayed messages.
 -- KEYS: LIST[]
 -- ARGV: most, owner, seconds
--- LIST: the lists of one queue. seconds: of the lease. Returns {{id, list, body}, ...}.
+-- LIST: the lists of one queue. seconds: duration of the lease. Returns {{id, list, body}, ...}.
 local wanted = tonumber(most)
 local taken = {}
 for _, list in ipairs(LIST) do

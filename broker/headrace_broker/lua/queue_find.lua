@@ -1,16 +1,16 @@
--- Looks for a request in one list of a queue, read and nothing written, some messages at a time so that it does not hold
--- up the server.
+-- Searches one list of a queue for a request. Writes nothing. One call reads a limited number of messages, so that it does
+-- not block the server.
 -- KEYS: KEY
 -- ARGV: id, num_seen
--- KEY: the list, or a sorted set of lease ids. id: of the request, as JSON. num_seen: how many have been looked at.
--- Returns {1 if it is there, how many have been looked at or -1 where all have}.
+-- KEY: the list, or a sorted set of lease ids. id: the request id as JSON. num_seen: how many messages were read so far.
+-- Returns {1 if the request was found, how many messages were read so far or -1 if all were}.
 local LOOKED_AT, MOST_BYTES = 200, 4 * 1024 * 1024
 
 local kind, at, bytes = redis.call('TYPE', KEY).ok, tonumber(num_seen), 0
 if kind ~= 'list' and kind ~= 'zset' then return {0, -1} end
 for place = at, at + LOOKED_AT - 1 do
   local body
-  if kind == 'list' then -- from where it is taken, as others are put before the first
+  if kind == 'list' then -- from the end that is popped, as new messages are added at the other end
     body = redis.call('LINDEX', KEY, -1 - place)
     if not body then return {0, -1} end
   else

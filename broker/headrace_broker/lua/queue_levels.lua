@@ -1,33 +1,33 @@
--- What lies in the queues, read and nothing written, at a cost that does not grow with it.
+-- Counts the messages of queues, at a cost that does not grow with their number. Writes nothing.
 -- KEYS: LIST[], SORTED_IDS[], HELD[], DELAYED[]
--- Returns {now, mark of the dead letters, which is
--- another one when they have changed, per list {length, sorted, held, delayed, run out, enqueue times of the longest
--- there of the first two, or '', a mark of the first of these, or '', since when the second waits in microseconds, or
--- ''}}. A key of the wrong type counts as empty; wrong_keys.lua names it.
-local TELLING_BYTES = 4096 -- of a message, behind its prompt: enough to know it again
+-- Returns {now, mark of the dead letters, which changes with them, per list {length, sorted, held, delayed, expired,
+-- enqueue time of the oldest unsorted message or '', that of the oldest sorted message or '', a mark of the oldest
+-- unsorted message or '', microseconds from which the oldest sorted message waits or ''}}. A key of the wrong type counts
+-- as empty; wrong_keys.lua reports it.
+local TELLING_BYTES = 4096 -- at the end of a message, after its prompt: enough to recognize it
 
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
 
--- A number that Redis replies, or 0 where it refuses.
+-- Returns the number in Redis's reply, or 0 if Redis refuses the command.
 local function count(...)
   local reply = redis.pcall(...)
   return type(reply) == 'number' and reply or 0
 end
 
--- A text that Redis replies, or nil.
+-- Returns the string in Redis's reply, or nil.
 local function text(...)
   local reply = redis.pcall(...)
   return type(reply) == 'string' and reply or nil
 end
 
--- The text cannot be found inside a string of the message: there its quotes would be escaped.
+-- The pattern cannot match inside a string of the message, where its quotes would be escaped.
 local function enqueued_at(body)
   local at = body and string.find(body, '"enqueued_at":', 1, true)
   return at and string.match(body, '^"enqueued_at":%s*([%d.]+)', at) or ''
 end
 
--- Since when a message waits: since it was first sorted, or since its time where it had one of its own.
+-- Returns when a message began to wait: when it was first sorted, or when it became due if it was delayed.
 local function waits_since(id)
   local packed = id and text('HGET', LEASE_RECORDS, id)
   local readable, record = pcall(cmsgpack.unpack, packed or '')

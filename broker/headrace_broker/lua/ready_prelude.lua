@@ -1,20 +1,20 @@
--- Messages that wait, sorted by tenant, and the service that each tenant has had. Behind lease_prelude.
+-- Waiting messages, sorted by tenant, and the service that each tenant has received. Requires lease_prelude.
 --
--- A message counts at a level: the list it came by, or a better one of its queue once it has aged. Each level is served
--- by start-time fair queueing (Goyal, Vin, Cheng 1996): a tenant's service is its tokens by its weight, the one with the
--- least is next, and who comes back from idleness begins at the level's clock, so that nobody can save up.
--- A record is what is known of a message, waiting or leased: list, level, tenant, request (the id that is bound to it, or
--- nil), since (microseconds: from when on it counts at its level, which is its place), prefix (a hash of its prompt's
--- beginning, where it says) and skipped (how often affinity went before it), delayed (true before its time), sorted
--- (microseconds: when it was first sorted), due (microseconds: its time, where it had one of its own), preempted (how often
--- it made room for a better one), first (its place at its own list, once it has aged), held (microseconds in which it did not
--- age), taken (microseconds: when it was taken, while somebody holds it), and once it was taken charge and weight.
+-- A message waits at a level: the list in which it arrived, or a better one of its queue once it has aged. Each level is
+-- served by start-time fair queueing (Goyal, Vin, Cheng 1996): a tenant's service is its tokens divided by its weight. The
+-- tenant with the least service is next. A tenant that returns starts at the level's virtual time, so it gets no credit for
+-- its idle time. A record describes a message, waiting or leased. Times are in microseconds:
+--   list, level, tenant; request: the id bound to it, or nil; prefix: a hash of its prompt's beginning, or nil
+--   since: its place at its level, the time from which it counts there; first: its place at its own list, once it has aged
+--   sorted: when it was first sorted; due: when it became due, if it was delayed; delayed: true until then
+--   taken: when it was taken, while it is leased; held: for how long in all it did not age; charge, weight: once taken
+--   skipped: how often affinity preferred a later message; preempted: how often it made room for a better one
 
 local MOST_TENANTS = 1000
-local FIRST_ESTIMATE = 256 -- tokens of a request, where no request of the queue has ended yet
-local NEWEST_COST = 0.2 -- its part in the mean
+local FIRST_ESTIMATE = 256 -- tokens of a request before any request of the queue has ended
+local NEWEST_COST = 0.2 -- weight of the newest cost in the moving average
 
--- What keeps all messages from a level, and from being taken there, or nil.
+-- Returns the problem that blocks all messages of a level, or nil.
 local function problem_of_level(level)
   local queue = queue_of(level)
   return problem_of(sorted_ids_key(level), 'zset') or problem_of(tenants_key(level), 'zset')
@@ -23,7 +23,7 @@ local function problem_of_level(level)
     or problem_of(SHARE_CLOCK, 'hash') or problem_of(SHARE_MEAN, 'hash')
 end
 
--- What keeps a message from its place, or nil.
+-- Returns the problem that blocks a message's place, or nil.
 local function problem_of_place(record)
   return problem_of_level(record.level) or problem_of(tenant_ids_key(record.level, record.tenant), 'zset')
 end
@@ -32,14 +32,14 @@ local function keep(id, record)
   redis.call('HSET', LEASE_RECORDS, id, cmsgpack.pack(record))
 end
 
--- The message has a time of its own, until which it counts among its tenant's as if it waited.
+-- Marks the message as delayed. Until it is due, the tenant's quota counts it as waiting.
 local function delay(id, record)
   record.delayed = true
   keep(id, record)
   redis.call('ZINCRBY', delayed_tenants_key(queue_of(record.list)), 1, record.tenant)
 end
 
--- Its time has come, or it is no more.
+-- Clears the mark: the message is due, or it was taken or deleted.
 local function undelay(id, record)
   if not record or not record.delayed then return end
   record.delayed = nil
@@ -51,8 +51,8 @@ local function undelay(id, record)
   end
 end
 
--- The least service of those that wait now. The clock is the service at which the last message was taken; a tenant may
--- be behind it whose messages turned out to be cheap.
+-- Returns the service at which a new tenant starts: the virtual time (at which the last message was taken), or the least
+-- service of a waiting tenant. That may be less, if its messages cost less than estimated.
 local function floor_at(level)
   local clock = number_in(redis.call('HGET', SHARE_CLOCK, level), 0)
   local least = redis.call('ZRANGE', tenants_key(level), 0, 0, 'WITHSCORES')[2]
@@ -71,7 +71,7 @@ local function enter(id, record)
 end
 
 local function leave(id, record)
-  undelay(id, record) -- a worker of an earlier version, which keeps no such count, has put it back
+  undelay(id, record) -- if a worker of an earlier version, which does not count delayed messages, put it back
   local level, tenant = record.level, record.tenant
   local was_there = drop(tenant_ids_key(level, tenant), id)
   redis.call('ZREM', sorted_ids_key(level), id)
@@ -82,22 +82,22 @@ local function leave(id, record)
   if redis.call('EXISTS', tenant_ids_key(level, tenant)) == 0 then redis.call('ZREM', tenants_key(level), tenant) end
 end
 
--- A worker without a message waits for this list: it holds a token as long as sorted messages wait.
-local function ring(queue)
-  local bell = bell_key(queue)
+-- Sets or deletes the wake-up token of a queue: idle workers wait for it, and it exists while sorted messages wait.
+local function update_wake_up(queue)
+  local token = wake_up_key(queue)
   if redis.call('EXISTS', waiting_key(queue)) == 0 then
-    redis.call('DEL', bell)
-  elseif redis.call('EXISTS', bell) == 0 then
-    redis.call('LPUSH', bell, '1')
+    redis.call('DEL', token)
+  elseif redis.call('EXISTS', token) == 0 then
+    redis.call('LPUSH', token, '1')
   end
 end
 
 local function trim(key)
-  redis.call('ZREMRANGEBYRANK', key, 0, -MOST_TENANTS - 1) -- the least served begin at the floor anyway
+  redis.call('ZREMRANGEBYRANK', key, 0, -MOST_TENANTS - 1) -- the tenants with the least service start at the floor anyway
   redis.call('EXPIRE', key, SHARE_SECONDS)
 end
 
--- What a request of the tenant will probably cost, in tokens.
+-- Returns the expected cost of a request of the tenant, in tokens.
 local function estimate(queue, tenant)
   return number_in(redis.call('ZSCORE', costs_key(queue), tenant),
     number_in(redis.call('HGET', SHARE_MEAN, queue), FIRST_ESTIMATE))
@@ -111,7 +111,7 @@ local function add_service(record, tokens)
   end
 end
 
--- The message is taken: its tenant pays what it will probably cost, beginning at `start`.
+-- Charges the expected cost of a taken message to its tenant, whose service is `start` so far.
 local function charge(id, record, start, weight)
   local level, tenant = record.level, record.tenant
   record.charge, record.weight = estimate(queue_of(level), tenant), weight
@@ -125,11 +125,11 @@ local function charge(id, record, start, weight)
   redis.call('EXPIRE', SHARE_CLOCK, SHARE_SECONDS)
 end
 
--- The message has cost so many tokens.
+-- Replaces the expected cost of a message by the actual one.
 local function settle(record, tokens)
   if not record.charge then return end
   add_service(record, tokens - record.charge)
-  if tokens <= 0 then return end -- it never ran, which says nothing of its tenant's requests
+  if tokens <= 0 then return end -- it never ran, so it does not count in the averages
   local queue = queue_of(record.level)
   local function mean(before) return before and before + NEWEST_COST * (tokens - before) or tokens end
   local cost = mean(number_in(redis.call('ZSCORE', costs_key(queue), record.tenant)))
@@ -140,7 +140,7 @@ local function settle(record, tokens)
   redis.call('EXPIRE', SHARE_MEAN, SHARE_SECONDS)
 end
 
--- The message is not run now, and costs nothing.
+-- Takes the charge back, as the message does not run now.
 local function refund(id, record)
   if not record.charge then return end
   add_service(record, -record.charge)
@@ -148,7 +148,7 @@ local function refund(id, record)
   keep(id, record)
 end
 
--- It ages no further in workers' hands; and where it was preempted, it ages anew, from its place at its own list on.
+-- Excludes the time of the lease from a message's age. A preempted message ages anew, from its place at its own list.
 local function wait_again(record, is_preempted)
   local at = math.floor(now() * 1000000)
   if is_preempted then
@@ -161,9 +161,9 @@ local function wait_again(record, is_preempted)
   record.taken = nil
 end
 
--- Back to its place, which is before all that its tenant sent later, and to be paid for when it is taken again.
--- The revocation comes first: a server out of memory refuses a script whose first write may need more.
--- Returns what keeps it from there, where nothing was written, or nil. `list` is nil where the lease does not say it.
+-- Puts a message back at its place, before the later messages of its tenant. It is charged when it is taken again.
+-- The lease is removed first: a server out of memory refuses a script whose first write may need more.
+-- Returns the problem that blocks its place, and writes nothing then, or nil. `list` is nil if the lease does not name it.
 local function put_back(id, list, is_preempted)
   local record = record_of(id)
   list = record and record.list or list
@@ -179,9 +179,9 @@ local function put_back(id, list, is_preempted)
     wait_again(record, is_preempted)
     keep(id, record)
     enter(id, record)
-    ring(queue_of(record.level))
-  elseif body and not list then -- somebody has deleted keys by hand
-    bury(body, '', number_in(redis.call('HGET', LEASE_DELIVERIES, id), 0), DEAD_LIST_UNKNOWN)
+    update_wake_up(queue_of(record.level))
+  elseif body and not list then -- keys were deleted by hand
+    dead_letter(body, '', number_in(redis.call('HGET', LEASE_DELIVERIES, id), 0), DEAD_LIST_UNKNOWN)
     redis.call('HDEL', LEASE_DELIVERIES, id)
     forget(id)
   else
@@ -190,7 +190,7 @@ local function put_back(id, list, is_preempted)
   end
 end
 
--- The message of which no record is left is sorted anew, from the list of the level where it is.
+-- Moves a message without a record back to the list of its level, where it is sorted again.
 local function unsort(id, level, tenant)
   local body = redis.call('HGET', LEASE_BODIES, id)
   leave(id, {level = level, tenant = tenant or body and tenant_of(body) or ''})

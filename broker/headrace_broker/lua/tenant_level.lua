@@ -1,10 +1,10 @@
--- How many messages of one tenant a queue holds, read and nothing written.
+-- Counts the messages of one tenant in a queue. Writes nothing.
 -- KEYS: WAITING, DELAYED_TENANTS, TENANT_IDS[]
 -- ARGV: tenant, of_interest, lists[]
--- TENANT_IDS, lists: one a level. Returns {count of those that wait, delayed, microseconds since when the
--- longest of those that are sorted waits, or '', microseconds now}.
--- Unsorted messages are looked at only where the count may be reached with them, and a thousand at most. The lists are not
--- in KEYS, as a user that may not read messages would then be refused the whole script: it counts what is sorted.
+-- TENANT_IDS, lists: one for each level. Returns {waiting, delayed, microseconds from which the oldest sorted message
+-- waits or '', microseconds now}.
+-- Unsorted messages are read only if the count can reach `of_interest` with them, and at most a thousand. The lists are
+-- not in KEYS: Redis would refuse the script to a user that may not read messages. For such a user it counts sorted ones.
 local LOOKED_AT, LOOKED_AT_BYTES, CHUNK = 1000, 4 * 1024 * 1024, 50
 
 local count = tonumber(redis.call('ZSCORE', WAITING, tenant) or 0)

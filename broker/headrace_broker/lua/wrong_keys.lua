@@ -1,7 +1,7 @@
--- Which keys hold something of another type than they should, read and nothing written.
+-- Finds the keys of the wrong type. Writes nothing.
 -- KEYS: KEY[]
 -- ARGV: types[]
--- Returns {index from 0, what is wrong, index, what is wrong, ...}.
+-- Returns {index from 0, problem, index, problem, ...}.
 local wrong = {}
 for i, key in ipairs(KEY) do
   local problem = problem_of(key, types[i])

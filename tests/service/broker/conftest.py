@@ -1,4 +1,4 @@
-"""What the tests of fair share have in common."""
+"""Fixtures of the fair-share tests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from headrace_broker.leases import Leases
 
 @pytest.fixture
 def make_leases(redis_client: "redis.Redis") -> Callable[..., Leases]:
-    """One worker's leases, with a policy of fair share; they last longer than any test."""
+    """Return a function that makes one worker's leases with these fair-share settings. They outlast any test."""
 
     def make(**policy: Any) -> Leases:
         return Leases(redis_client, lease_seconds=60, delivery_limit=5, fair_share=FairShare(**policy))

@@ -1,4 +1,4 @@
-"""Messages of tenants as kombu writes them, and what a worker took of them."""
+"""Messages of tenants in kombu's format, and helpers for the messages that a worker took."""
 
 import json
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ LISTS = queue_lists(QUEUE)
 
 
 def envelope(name: str, tenant: Any = None, **headers: Any) -> str:
-    """A message as kombu writes it."""
+    """Return a message in kombu's format."""
     if tenant is not None:
         headers["tenant"] = tenant
     return json.dumps({"body": name, "headers": headers, "properties": {"delivery_tag": name}})

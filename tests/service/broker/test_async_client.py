@@ -91,7 +91,7 @@ async def test_dead_letters_are_listed_sent_again_and_purged(client: AsyncClient
     for request_id in "ab":
         await client.submit("x", request_id=request_id)
         [message] = leases.fetch(queue_lists(queue_name("m")), 1)
-        leases.bury(message.lease_id, DeadLetterReason.POISON, "killed")
+        leases.dead_letter(message.lease_id, DeadLetterReason.POISON, "killed")
     newest, oldest = await client.dead_letters()
     assert [(letter.request_id, letter.reason) for letter in (newest, oldest)] == [
         ("b", "poison: killed"),

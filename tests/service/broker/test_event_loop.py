@@ -13,7 +13,7 @@ from headrace_broker import transport
 from headrace_broker.app import LEASE_TRANSPORT
 from headrace_broker.connections import connect
 from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.keys import LEASES_KEY, bell_key, queue_lists
+from headrace_broker.keys import LEASES_KEY, queue_lists, wake_up_key
 from headrace_broker.leases import Leases
 from headrace_broker.transport import Transport
 from service.servers import make_server
@@ -22,7 +22,7 @@ QUEUE = Queue("headrace.m", exchange="", routing_key="headrace.m")
 
 
 class Loop:
-    """An event loop with one leased consumer, which can be made to reconnect."""
+    """An event loop with one leased consumer. A test can make it reconnect."""
 
     def __init__(self, url: str, lease_seconds: float) -> None:
         self.url = url
@@ -58,7 +58,7 @@ class Loop:
 
 @pytest.fixture
 def loop(redis_server: EmbeddedServer) -> Iterator[Loop]:
-    Transport.lease_registry._leases.clear()  # each test is a process of its own
+    Transport.lease_registry._leases.clear()  # as if each test ran in a process of its own
     Transport.lease_registry._timers.clear()
     loop = Loop(redis_server.url, lease_seconds=0.3)
     yield loop
@@ -92,7 +92,7 @@ def test_a_message_of_any_priority_is_found_while_the_worker_is_idle(
 
 def test_a_waiting_message_does_not_keep_a_loop_without_credit_turning(loop: Loop, send: Callable[..., None]) -> None:
     for _ in range(3):
-        loop.hub.run_once()  # all doorbells are armed
+        loop.hub.run_once()  # all blocking waits are started
     loop.credit = 0
     for priority in (0, 3, 6, 9):
         send("x", priority)
@@ -101,7 +101,7 @@ def test_a_waiting_message_does_not_keep_a_loop_without_credit_turning(loop: Loo
     loop.run_until(lambda: len(loop.messages) == 4)
 
 
-def test_messages_that_another_worker_has_sorted_and_left_wake_an_idle_one(
+def test_messages_that_another_worker_sorted_and_left_wake_an_idle_worker(
     loop: Loop, send: Callable[..., None], redis_client: "redis.Redis"
 ) -> None:
     loop.credit = 0
@@ -111,15 +111,15 @@ def test_messages_that_another_worker_has_sorted_and_left_wake_an_idle_one(
         send("x", 3)
     other = Leases(redis_client, lease_seconds=60, delivery_limit=5)
     (taken,) = other.fetch(queue_lists(QUEUE.name), 1)
-    assert turns_within(loop, 0.3) < 50  # what waits does not keep it turning
+    assert turns_within(loop, 0.3) < 50  # waiting messages do not keep it turning
     loop.credit = 10
     loop.run_until(lambda: len(loop.messages) == 2)
-    assert turns_within(loop, 0.3) < 50  # nor does it turn when all is taken
-    other.release(taken.lease_id)  # while it waits for the bell
+    assert turns_within(loop, 0.3) < 50  # nor does it turn when all messages are taken
+    other.release(taken.lease_id)  # while it waits for the wake-up token
     loop.run_until(lambda: len(loop.messages) == 3)
 
 
-def test_a_doorbell_whose_connection_is_closed_in_silence_is_hung_up_again(
+def test_a_blocking_wait_whose_connection_was_closed_is_restarted(
     loop: Loop, send: Callable[..., None], redis_client: "redis.Redis"
 ) -> None:
     for _ in range(3):
@@ -127,9 +127,9 @@ def test_a_doorbell_whose_connection_is_closed_in_silence_is_hung_up_again(
     loop.credit = 0
     for step in (0, 3, 6, 9):
         send("x", step)
-    redis_client.lpush(bell_key(QUEUE.name), "1")
+    redis_client.lpush(wake_up_key(QUEUE.name), "1")
     for _ in range(10):
-        loop.hub.run_once()  # each has rung, and waits for credit
+        loop.hub.run_once()  # each wait is answered, and its message waits for credit
     redis_client.client_kill_filter(_type="normal", skipme=True)
     for _ in range(10):
         loop.hub.run_once()
@@ -145,7 +145,7 @@ def test_held_messages_are_renewed_by_the_loop(
     (lease_id,) = redis_client.zrange(LEASES_KEY, 0, -1)
     granted = redis_client.zscore(LEASES_KEY, lease_id)
     loop.run_until(lambda: redis_client.zscore(LEASES_KEY, lease_id) > granted + 1)
-    assert len(loop.messages) == 1  # it was never delivered again
+    assert len(loop.messages) == 1  # it was not delivered again
 
 
 def test_a_message_waits_until_there_is_credit_again(loop: Loop, send: Callable[..., None]) -> None:
@@ -160,7 +160,7 @@ def test_a_message_waits_until_there_is_credit_again(loop: Loop, send: Callable[
     loop.run_until(lambda: len(loop.messages) == 1)
 
 
-def test_the_messages_of_a_silent_worker_are_taken_over_by_the_loop(
+def test_the_loop_takes_over_the_messages_of_a_silent_worker(
     loop: Loop, send: Callable[..., None], redis_client: "redis.Redis"
 ) -> None:
     send("x")
@@ -170,14 +170,14 @@ def test_the_messages_of_a_silent_worker_are_taken_over_by_the_loop(
     assert loop.messages[0].delivery_info["redelivered"] is True
 
 
-def test_after_a_reconnection_held_messages_are_kept_and_nobody_is_reaped_at_once(
+def test_after_a_reconnection_held_messages_are_kept_and_no_lease_is_reaped_at_once(
     loop: Loop, send: Callable[..., None], redis_client: "redis.Redis"
 ) -> None:
     send("x")
     loop.run_until(lambda: len(loop.messages) == 1)
     loop.disconnect()
     (lease_id,) = redis_client.zrange(LEASES_KEY, 0, -1)
-    redis_client.zadd(LEASES_KEY, {lease_id: 1})  # it ran out during the outage, and so did another worker's
+    redis_client.zadd(LEASES_KEY, {lease_id: 1})  # it expired during the outage, and so did another worker's
     redis_client.zadd(LEASES_KEY, {"of another worker": 1})
     loop.connect()
     assert redis_client.zscore(LEASES_KEY, lease_id) > 1
@@ -188,7 +188,7 @@ def test_after_a_reconnection_held_messages_are_kept_and_nobody_is_reaped_at_onc
     assert [message.decode() for message in loop.messages] == ["x", "y"]
 
 
-def test_work_goes_on_after_the_server_crashed() -> None:
+def test_work_continues_after_the_server_crashed() -> None:
     with make_server(appendonly=True) as server, connect(server.url) as client:
         client.config_set("appendfsync", "always")
         loop = Loop(server.url, lease_seconds=60)
@@ -198,7 +198,7 @@ def test_work_goes_on_after_the_server_crashed() -> None:
         server.kill()
         with pytest.raises(loop.connection.connection_errors):
             loop.run_until(lambda: False)
-        loop.messages[0].ack()  # cannot be told yet
+        loop.messages[0].ack()  # pending, as the server is down
         loop.disconnect()
         server.start()
         loop.connect()
@@ -223,7 +223,7 @@ def test_fetched_messages_are_handed_over_in_turns_of_the_loop_and_in_their_orde
     loop.run_until(loop.channel.qos.can_consume)
 
 
-def test_what_was_fetched_and_not_handed_over_goes_back_with_its_connection(
+def test_fetched_messages_that_were_not_handed_over_go_back_with_their_connection(
     loop: Loop, send: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "_TURN_SECONDS", 0.0)
@@ -239,7 +239,7 @@ def test_what_was_fetched_and_not_handed_over_goes_back_with_its_connection(
     assert not any(message.delivery_info["redelivered"] for message in loop.messages)
 
 
-def test_the_loop_turns_between_the_steps_in_which_a_message_is_opened(
+def test_the_loop_turns_between_the_steps_of_opening_a_message(
     loop: Loop, send: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "_TURN_SECONDS", 0.0)
@@ -265,7 +265,7 @@ def test_the_loop_turns_between_the_steps_in_which_a_message_is_opened(
     assert most <= 2  # by the callback of the turn, and by another that is due
 
 
-def test_a_message_that_is_half_open_goes_back_with_its_connection(
+def test_a_half_opened_message_goes_back_with_its_connection(
     loop: Loop, send: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "_TURN_SECONDS", 0.0)

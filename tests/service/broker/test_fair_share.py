@@ -16,12 +16,12 @@ from headrace_broker.dead_letters import dead_letters
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import (
     LEASES_KEY,
-    bell_key,
     delayed_key,
     delayed_tenants_key,
     held_key,
     sorted_ids_key,
     waiting_key,
+    wake_up_key,
 )
 from headrace_broker.leases import LeasedMessage, Leases
 from headrace_broker.queue_levels import QueueLevelReader
@@ -29,7 +29,7 @@ from service.broker.tenant_messages import LISTS, QUEUE, envelope, name_of, name
 
 
 def serve(leases: Leases, costs: Mapping[str, int], requests: int) -> Counter[str]:
-    """Runs requests one after the other; returns the tokens that each tenant got."""
+    """Run requests one after the other; return the tokens that each tenant got."""
     tokens = Counter[str]()
     for _ in range(requests):
         for message in take(leases):
@@ -50,7 +50,7 @@ def test_a_light_tenants_request_overtakes_a_heavy_tenants_backlog(
     assert names(take(leases, 2)) == ["l0", "h3"]
 
 
-def test_tenants_get_equal_tokens_however_many_requests_those_are(
+def test_tenants_get_equal_tokens_whatever_the_number_of_requests(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     push(redis_client, "long", numbered("a", 200))
@@ -68,7 +68,7 @@ def test_tokens_are_shared_by_weight(make_leases: Callable[..., Leases], redis_c
     assert tokens["béta"] / tokens["gamma"] == pytest.approx(2, rel=0.1)
 
 
-def test_a_tenant_cannot_save_up_while_it_is_idle(
+def test_a_tenant_gathers_no_credit_while_it_is_idle(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases, costs = make_leases(), {"busy": 100, "idle": 100}
@@ -80,7 +80,7 @@ def test_a_tenant_cannot_save_up_while_it_is_idle(
     assert tokens["idle"] == pytest.approx(tokens["busy"], abs=200)
 
 
-def test_a_tenant_that_comes_when_nobody_waits_begins_where_the_others_are(
+def test_a_tenant_that_arrives_at_an_empty_queue_starts_at_the_virtual_time(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases, costs = make_leases(), {"first": 100, "second": 100}
@@ -92,7 +92,7 @@ def test_a_tenant_that_comes_when_nobody_waits_begins_where_the_others_are(
     assert tokens["first"] == pytest.approx(tokens["second"], abs=200)
 
 
-def test_what_a_request_has_really_cost_corrects_what_was_estimated(
+def test_the_actual_cost_of_a_request_replaces_the_estimate(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases()
@@ -105,14 +105,16 @@ def test_what_a_request_has_really_cost_corrects_what_was_estimated(
     assert names(take(leases, 4)) == ["b1", "b2", "b3", "b4"]
 
 
-def test_requests_that_never_ran_cost_nothing(make_leases: Callable[..., Leases], redis_client: "redis.Redis") -> None:
+def test_requests_that_never_ran_are_not_charged(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
     push(redis_client, "refused", numbered("r", 50))
     push(redis_client, "served", numbered("s", 50))
     tokens = serve(make_leases(), {"refused": 0, "served": 100}, requests=52)
     assert tokens["served"] <= 200
 
 
-def test_a_request_that_was_handed_back_is_its_tenants_next_and_not_paid_twice(
+def test_a_request_that_was_handed_back_is_its_tenants_next_and_not_charged_twice(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases()
@@ -126,7 +128,7 @@ def test_a_request_that_was_handed_back_is_its_tenants_next_and_not_paid_twice(
     assert sorted(taken) == ["a0", "a1", "b0", "b1"]
 
 
-def test_the_requests_of_a_silent_worker_come_in_their_old_order(
+def test_the_requests_of_a_silent_worker_return_in_their_old_order(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     silent, other = make_leases(), make_leases()
@@ -143,7 +145,7 @@ def test_the_requests_of_a_silent_worker_come_in_their_old_order(
     assert set(again[:4]) == set(held)
 
 
-def test_a_better_priority_goes_before_any_tenants_share(
+def test_a_better_priority_takes_precedence_over_fair_share(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     push(redis_client, "light", ["later"], step=2)
@@ -151,7 +153,9 @@ def test_a_better_priority_goes_before_any_tenants_share(
     assert names(take(make_leases(), 4)) == ["h0", "h1", "h2", "later"]
 
 
-def test_workers_share_one_account(make_leases: Callable[..., Leases], redis_client: "redis.Redis") -> None:
+def test_all_workers_use_the_same_service_of_a_tenant(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
     one, two = make_leases(), make_leases()
     push(redis_client, "a", numbered("a", 100))
     push(redis_client, "b", numbered("b", 100))
@@ -165,7 +169,7 @@ def test_workers_share_one_account(make_leases: Callable[..., Leases], redis_cli
 @pytest.mark.parametrize(
     "tenant", [5, True, ["x"], {"x": 1}, "x" * 100_000, "new\nline", "nul\0", "", '"tenant": "other"', "\ud800", "ünï"]
 )
-def test_whatever_a_message_says_of_its_tenant_it_is_delivered(
+def test_a_message_with_an_odd_tenant_is_delivered(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis", tenant: Any
 ) -> None:
     body = envelope("x", tenant)
@@ -188,7 +192,7 @@ def test_whatever_a_message_says_of_its_tenant_it_is_delivered(
         b'{"headers": {"x": [' + b"0," * 200_000 + b"0]}}",
     ],
 )
-def test_a_message_that_cannot_be_read_counts_for_nobody_and_is_delivered(
+def test_a_message_that_cannot_be_read_counts_for_no_tenant_and_is_delivered(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis", body: bytes
 ) -> None:
     redis_client.lpush(QUEUE, body, envelope("after"))
@@ -205,7 +209,7 @@ def test_a_message_that_cannot_be_read_counts_for_nobody_and_is_delivered(
     ),
     counts=st.lists(st.integers(0, 4), min_size=1, max_size=8),
 )
-def test_every_message_comes_once_and_byte_for_byte(
+def test_every_message_is_delivered_once_and_byte_for_byte(
     make_leases: Callable[..., Leases],
     redis_client: "redis.Redis",
     messages: list[tuple[bytes]],
@@ -224,16 +228,16 @@ def test_every_message_comes_once_and_byte_for_byte(
     assert [key for key in redis_client.keys("headrace*") if not key.startswith(b"headrace:share:")] == []
 
 
-def run_out(client: "redis.Redis") -> None:
+def expire_leases(client: "redis.Redis") -> None:
     for lease_id in client.zrange(LEASES_KEY, 0, -1):
         client.zadd(LEASES_KEY, {lease_id: 1})
 
 
-def check_books(client: "redis.Redis") -> None:
-    """What is kept in several places agrees."""
+def check_agreement(client: "redis.Redis") -> None:
+    """Check that keys with the same facts agree."""
     waiting = sum(score for _, score in client.zrange(waiting_key(QUEUE), 0, -1, withscores=True))
     assert waiting == sum(client.zcard(sorted_ids_key(name)) for name in LISTS)
-    assert client.exists(bell_key(QUEUE)) == (waiting > 0)
+    assert client.exists(wake_up_key(QUEUE)) == (waiting > 0)
     assert client.hlen("headrace:lease:body") == client.hlen("headrace:lease:record")
     assert client.hlen("headrace:lease:body") == waiting + client.zcard(LEASES_KEY)
     delayed = sum(client.zcard(delayed_key(name)) for name in LISTS)
@@ -246,11 +250,11 @@ def check_books(client: "redis.Redis") -> None:
     st.lists(
         st.tuples(st.just("push"), st.sampled_from("abc"), st.integers(0, 3))
         | st.tuples(st.sampled_from(["take", "take aged"]), st.integers(0, 4))
-        | st.tuples(st.sampled_from(["ack", "release", "strike", "postpone", "fall silent"])),
+        | st.tuples(st.sampled_from(["ack", "release", "release counted", "postpone", "fall silent"])),
         max_size=30,
     )
 )
-def test_whatever_happens_each_message_is_done_once_and_the_books_agree(
+def test_after_any_sequence_of_events_each_message_is_done_once_and_all_keys_agree(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis", steps: list[tuple[Any, ...]]
 ) -> None:
     redis_client.flushall()
@@ -267,7 +271,7 @@ def test_whatever_happens_each_message_is_done_once_and_the_books_agree(
             holder = aged if action == "take aged" else leases
             held += [(holder, message) for message in take(holder, details[0])]
         elif held and action == "fall silent":
-            run_out(redis_client)
+            expire_leases(redis_client)
             leases.reap()
             held.clear()
         elif held:
@@ -278,12 +282,12 @@ def test_whatever_happens_each_message_is_done_once_and_the_books_agree(
             elif action == "postpone":
                 holder.postpone(message.lease_id, 1000)
             else:
-                holder.release(message.lease_id, strike=action == "strike")
-        check_books(redis_client)
+                holder.release(message.lease_id, is_counted=action == "release counted")
+        check_agreement(redis_client)
     for holder, message in held:
         holder.ack(message.lease_id)
         done[name_of(message)] += 1
-    run_out(redis_client)  # every time has come
+    expire_leases(redis_client)  # all delayed messages are due too
     leases.reap()
     while messages := take(leases, 100):
         for message in messages:
@@ -291,26 +295,24 @@ def test_whatever_happens_each_message_is_done_once_and_the_books_agree(
             done[name_of(message)] += 1
     dead = [json.loads(letter.body)["body"] for letter in dead_letters(redis_client)]
     assert done + Counter(dead) == Counter(str(number) for number in range(sent))
-    check_books(redis_client)
+    check_agreement(redis_client)
     assert redis_client.keys("headrace:lease:leases*") + redis_client.keys("headrace:ready:*") == []
 
 
-def test_more_tenants_than_are_told_apart_share_one_place(
+def test_tenants_beyond_the_limit_share_one_place(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     for number in range(1100):
         redis_client.lpush(QUEUE, envelope(str(number), f"tenant {number}"))
     leases = make_leases(quota=3)
-    redis_client.zadd(delayed_tenants_key(QUEUE), {"": 3})  # the quota of those who name no tenant, and nobody else's
+    redis_client.zadd(delayed_tenants_key(QUEUE), {"": 3})  # counts only for the quota of messages without a tenant
     assert leases.fetch(LISTS, 0) == []
     assert redis_client.zcard(waiting_key(QUEUE)) == 1001
     assert redis_client.zscore(waiting_key(QUEUE), "") == 100
     assert len(take(leases, 2000)) == 1100
 
 
-def test_what_tenants_have_had_is_forgotten_in_time(
-    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
-) -> None:
+def test_the_service_of_tenants_expires(make_leases: Callable[..., Leases], redis_client: "redis.Redis") -> None:
     leases = make_leases()
     push(redis_client, "a", ["x"])
     serve(leases, {"a": 10}, requests=1)
@@ -339,7 +341,7 @@ def test_ten_thousand_messages_are_sorted_by_short_scripts_and_none_is_lost(
     assert len(found) == 10_000
 
 
-def test_sorted_messages_are_counted_and_dated_as_the_others(
+def test_sorted_messages_are_counted_and_dated_like_unsorted_ones(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     now = float(redis_client.time()[0])
@@ -353,20 +355,20 @@ def test_sorted_messages_are_counted_and_dated_as_the_others(
     assert 49 < levels.oldest_age_seconds < 80
 
 
-def test_the_bell_has_a_token_exactly_while_sorted_messages_wait(
+def test_there_is_a_wake_up_token_exactly_while_sorted_messages_wait(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases()
     push(redis_client, "a", ["x", "y"])
     (first,) = take(leases)
-    assert redis_client.llen(bell_key(QUEUE)) == 1
+    assert redis_client.llen(wake_up_key(QUEUE)) == 1
     (second,) = take(leases)
-    assert redis_client.llen(bell_key(QUEUE)) == 0
+    assert redis_client.llen(wake_up_key(QUEUE)) == 0
     leases.release(first.lease_id)
     leases.release(second.lease_id)
-    assert redis_client.llen(bell_key(QUEUE)) == 1
+    assert redis_client.llen(wake_up_key(QUEUE)) == 1
     take(leases, 2)
-    assert redis_client.llen(bell_key(QUEUE)) == 0
+    assert redis_client.llen(wake_up_key(QUEUE)) == 0
 
 
 @pytest.fixture
@@ -375,7 +377,7 @@ def connection(redis_server: EmbeddedServer) -> Iterator[Connection]:
         yield connection
 
 
-def test_a_purge_deletes_sorted_messages_too_and_leaves_those_in_work(
+def test_a_purge_deletes_sorted_messages_too_and_leaves_leased_ones(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis", connection: Connection
 ) -> None:
     leases = make_leases()
@@ -390,7 +392,7 @@ def test_a_purge_deletes_sorted_messages_too_and_leaves_those_in_work(
     assert [key for key in redis_client.keys("headrace*") if not key.startswith(b"headrace:share:")] == []
 
 
-def test_a_copy_of_a_waiting_message_is_put_aside(
+def test_a_copy_of_a_waiting_message_becomes_a_dead_letter(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     push(redis_client, "a", ["x", "x", "y"])
@@ -409,10 +411,10 @@ def test_keys_that_are_deleted_by_hand_do_not_stop_the_queue(
     redis_client.delete("headrace:lease:record")
     push(redis_client, "c", ["c0"])
     assert names(take(leases, 9)) == ["c0"]
-    assert redis_client.llen(bell_key(QUEUE)) == 0
+    assert redis_client.llen(wake_up_key(QUEUE)) == 0
 
 
-def test_a_plain_message_without_headers_is_served_beside_tenants(
+def test_a_message_without_headers_is_served_like_a_tenants(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis", redis_server: EmbeddedServer
 ) -> None:
     with Connection(redis_server.url) as connection:

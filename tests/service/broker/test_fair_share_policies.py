@@ -1,4 +1,4 @@
-"""What an operator may set beside the shares, on a real server: ageing, quotas, prefix affinity."""
+"""Ageing, quotas and prefix affinity, on a real server."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ from headrace_broker.settings import BrokerSettings
 from service.broker.tenant_messages import LISTS, QUEUE, envelope, name_of, names, numbered, push, take
 
 
-def test_what_waits_for_long_is_served_under_an_unending_load_of_better_priority(
+def test_an_old_message_is_served_under_a_constant_load_of_better_priority(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases(ageing_seconds=0.001)
@@ -40,7 +40,7 @@ def test_what_waits_for_long_is_served_under_an_unending_load_of_better_priority
         pytest.fail("it starved")
 
 
-def test_nothing_ages_before_its_time_or_where_ageing_is_off(
+def test_no_message_ages_too_early_or_without_ageing(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     push(redis_client, "a", ["patient"], step=3)
@@ -50,7 +50,7 @@ def test_nothing_ages_before_its_time_or_where_ageing_is_off(
 
 
 def shift(client: "redis.Redis", name: str, seconds: float) -> None:
-    """As if this message had been sorted so much later; it is alone with its tenant at its level."""
+    """Change the keys as if this message, the only one of its tenant at its level, had been sorted this much later."""
     for raw_id, packed in client.hgetall(LEASE_RECORDS_KEY).items():
         record = msgpack.unpackb(packed)
         if json.loads(client.hget(LEASE_BODIES_KEY, raw_id) or "")["body"] == name:
@@ -60,7 +60,7 @@ def shift(client: "redis.Redis", name: str, seconds: float) -> None:
             client.zadd(tenant_ids_key(record["level"], record["tenant"]), {raw_id: record["since"]})
 
 
-def test_a_message_that_has_aged_counts_at_the_next_step_from_that_moment_on(
+def test_a_message_that_has_aged_counts_at_the_next_step_from_then_on(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases(ageing_seconds=3600)
@@ -74,7 +74,7 @@ def test_a_message_that_has_aged_counts_at_the_next_step_from_that_moment_on(
     assert names(take(leases, 3)) == ["before", "low", "after"]
 
 
-def test_what_has_waited_for_very_long_takes_all_its_steps_at_once(
+def test_a_very_old_message_takes_all_its_steps_at_once(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases(ageing_seconds=60)
@@ -86,7 +86,7 @@ def test_what_has_waited_for_very_long_takes_all_its_steps_at_once(
     assert dict(QueueLevelReader(redis_client).read([QUEUE])[QUEUE].ready) == {0: 2, 3: 0, 6: 0, 9: 0}
 
 
-def test_a_clock_that_is_set_back_does_not_turn_the_order_round(
+def test_a_clock_that_is_set_back_does_not_reverse_the_order(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases()
@@ -97,7 +97,7 @@ def test_a_clock_that_is_set_back_does_not_turn_the_order_round(
     assert names(take(leases, 3)) == ["first", "second", "third"]
 
 
-def test_an_aged_message_that_goes_back_keeps_what_it_has_gained(
+def test_an_aged_message_that_is_put_back_keeps_its_level(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     push(redis_client, "a", ["low"], step=1)
@@ -109,7 +109,7 @@ def test_an_aged_message_that_goes_back_keeps_what_it_has_gained(
     assert names(take(make_leases(), 2)) == ["low", "high"]
 
 
-def test_what_is_over_a_tenants_quota_is_handed_out_to_be_refused(
+def test_a_message_over_its_tenants_quota_is_handed_out_to_be_refused(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases(quota=3)
@@ -123,7 +123,7 @@ def test_what_is_over_a_tenants_quota_is_handed_out_to_be_refused(
     assert names(take(leases, 9)) == ["g6", "g1", "g2"]
 
 
-def test_a_refusal_that_no_worker_lived_to_say_is_judged_again(
+def test_a_message_whose_worker_died_before_refusing_it_is_checked_again(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     dying, other = make_leases(quota=1), make_leases(quota=1)
@@ -139,7 +139,7 @@ def test_a_refusal_that_no_worker_lived_to_say_is_judged_again(
     assert [key for key in redis_client.keys("headrace*") if not key.startswith(b"headrace:share:")] == []
 
 
-def test_messages_whose_time_has_not_come_count_in_their_tenants_quota_until_it_has(
+def test_delayed_messages_count_in_their_tenants_quota_until_they_are_due(
     client: Client, make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases(quota=3)
@@ -154,7 +154,7 @@ def test_messages_whose_time_has_not_come_count_in_their_tenants_quota_until_it_
     for lease_id in redis_client.zrange(LEASES_KEY, 0, -1):
         redis_client.zadd(LEASES_KEY, {lease_id: 1})
     leases.reap()
-    for lease_id, packed in redis_client.hgetall(LEASE_RECORDS_KEY).items():  # so a worker of an earlier version reaps
+    for lease_id, packed in redis_client.hgetall(LEASE_RECORDS_KEY).items():  # as a worker of an earlier version reaps
         record = msgpack.unpackb(packed) | {"delayed": True}
         redis_client.hset(LEASE_RECORDS_KEY, lease_id, msgpack.packb(record))
         redis_client.zincrby(delayed_tenants_key(QUEUE), 1, record["tenant"])
@@ -162,7 +162,7 @@ def test_messages_whose_time_has_not_come_count_in_their_tenants_quota_until_it_
     client.submit_many([{"prompt": "x", "tenant": "greedy"}] * 3)
 
 
-def test_a_flood_over_a_quota_does_not_bury_a_worker_or_keep_others_waiting(
+def test_a_flood_over_a_quota_does_not_overload_a_worker_or_delay_other_tenants(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases(quota=1)
@@ -181,11 +181,11 @@ def push_prefixes(client: "redis.Redis", prefixes: Iterable[str]) -> None:
 
 def had(leases: Leases, *prefixes: str) -> Leases:
     for prefix in prefixes:
-        leases.had_prefix(prefix)
+        leases.remember_prefix(prefix)
     return leases
 
 
-def test_workers_prefer_requests_whose_prefix_they_hold(
+def test_workers_prefer_requests_with_their_recent_prefixes(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     one, two = had(make_leases(prefix_affinity=True), "p"), had(make_leases(prefix_affinity=True), "q")
@@ -197,7 +197,7 @@ def test_workers_prefer_requests_whose_prefix_they_hold(
     assert taken_by_one == sorted(taken_by_one, key=lambda name: int(name[1:]))
 
 
-def test_affinity_goes_before_the_same_request_a_few_times_at_most(
+def test_affinity_skips_the_same_request_a_few_times_at_most(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = had(make_leases(prefix_affinity=True), "p")
@@ -206,7 +206,7 @@ def test_affinity_goes_before_the_same_request_a_few_times_at_most(
     assert taken.index("q0") == 8
 
 
-def test_affinity_looks_only_at_the_tenant_that_is_due(
+def test_affinity_considers_only_the_next_tenant(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = had(make_leases(prefix_affinity=True), "p")
@@ -226,7 +226,7 @@ def test_a_worker_remembers_a_bounded_number_of_prefixes(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = had(make_leases(prefix_affinity=True), *(f"prefix {number}" for number in range(100)))
-    leases.had_prefix(["no", "text"])
+    leases.remember_prefix(["no", "text"])
     push_prefixes(redis_client, ["x", "prefix 0", "prefix 99"])
     assert names(take(leases)) == ["prefix 992"]
     assert names(take(leases)) == ["x0"]
@@ -240,7 +240,7 @@ def client(redis_server: EmbeddedServer) -> Iterator[Client]:
 
 
 @pytest.mark.parametrize("is_sorted", [True, False])
-def test_a_client_refuses_at_the_door_what_is_over_its_tenants_quota(
+def test_a_client_refuses_to_submit_above_its_tenants_quota(
     client: Client, make_leases: Callable[..., Leases], redis_client: "redis.Redis", is_sorted: bool
 ) -> None:
     client.submit_many([{"prompt": "x", "tenant": "béta", "priority": priority} for priority in (0, 9, 5)])

@@ -1,4 +1,4 @@
-"""Lua builds the very keys that Python builds."""
+"""Lua and Python build the same keys."""
 
 import importlib
 import pkgutil

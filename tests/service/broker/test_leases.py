@@ -1,4 +1,4 @@
-"""Leases against a real server: no message is lost, doubled or held by nobody."""
+"""Leases against a real server: no message is lost, duplicated or left without a holder."""
 
 import json
 from collections.abc import Callable
@@ -57,8 +57,8 @@ def bodies(messages: list[LeasedMessage]) -> list[bytes]:
     return [message.body for message in messages]
 
 
-def run_out(client: "redis.Redis") -> None:
-    """Every lease runs out now, as if its holder had been silent for long."""
+def expire_leases(client: "redis.Redis") -> None:
+    """Let every lease expire now, as if its holder had stopped renewing it."""
     for lease_id in client.zrange(LEASES_KEY, 0, -1):
         client.zadd(LEASES_KEY, {lease_id: 1})
 
@@ -83,7 +83,7 @@ def test_messages_come_oldest_first_and_urgent_ones_before_all(
     assert len(leases) == 5
 
 
-def test_no_more_is_taken_than_asked_for(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
+def test_a_fetch_takes_at_most_the_given_count(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
     push(redis_client, "a", "b", "c")
     assert len(take(make_leases(), 2)) == 2
     assert bodies(take(make_leases())) == [b"c"]
@@ -107,11 +107,11 @@ def test_a_message_survives_byte_for_byte(make_leases: MakeLeases, redis_client:
     assert (again.body, again.list_name) == (body, LISTS[2])
 
 
-def test_a_renewed_lease_does_not_run_out(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
+def test_a_renewed_lease_does_not_expire(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
     push(redis_client, "a")
     leases, other = make_leases(), make_leases()
     take(leases)
-    run_out(redis_client)
+    expire_leases(redis_client)
     leases.tick()
     assert other.reap() == 0
     assert redis_client.zscore(LEASES_KEY, redis_client.zrange(LEASES_KEY, 0, 0)[0]) == pytest.approx(
@@ -124,14 +124,14 @@ def test_the_message_of_a_silent_worker_goes_to_another(make_leases: MakeLeases,
     silent, other = make_leases(), make_leases()
     take(silent, 2)
     assert other.reap() == 0
-    run_out(redis_client)
+    expire_leases(redis_client)
     assert other.reap() == 2
     messages = take(other)
     assert bodies(messages) == [b"a", b"b", b"later"]
     assert [message.deliveries for message in messages] == [2, 2, 1]
 
 
-def test_a_worker_that_lost_its_lease_is_told_and_can_do_no_harm(
+def test_a_worker_that_lost_its_lease_is_notified_and_cannot_settle_the_message(
     make_leases: MakeLeases, redis_client: "redis.Redis"
 ) -> None:
     push(redis_client, "a")
@@ -139,12 +139,12 @@ def test_a_worker_that_lost_its_lease_is_told_and_can_do_no_harm(
     lost: list[LeasedMessage] = []
     zombie.on_lost = lost.append
     (message,) = take(zombie)
-    run_out(redis_client)
+    expire_leases(redis_client)
     other.reap()
     (again,) = take(other)
     zombie.ack(message.lease_id)
     zombie.release(message.lease_id)
-    zombie.bury(message.lease_id, DeadLetterReason.REJECTED, "spite")
+    zombie.dead_letter(message.lease_id, DeadLetterReason.REJECTED, "spite")
     zombie.hold(message.lease_id, message)
     zombie.tick()
     assert lost == [message]
@@ -157,7 +157,7 @@ def test_a_worker_that_lost_its_lease_is_told_and_can_do_no_harm(
     assert traces(redis_client) == []
 
 
-def test_a_worker_that_gets_its_own_lost_message_again_is_told_first(
+def test_a_worker_that_gets_its_own_lost_message_again_is_notified_first(
     make_leases: MakeLeases, redis_client: "redis.Redis"
 ) -> None:
     push(redis_client, "a")
@@ -165,14 +165,14 @@ def test_a_worker_that_gets_its_own_lost_message_again_is_told_first(
     lost: list[LeasedMessage] = []
     leases.on_lost = lost.append
     (first,) = take(leases)
-    run_out(redis_client)
+    expire_leases(redis_client)
     other.reap()
     (second,) = leases.fetch(LISTS, 1)
     assert lost == [first]
     assert second.deliveries == 2
 
 
-def test_a_worker_that_slept_too_long_looks_what_it_lost_before_it_fetches_or_reaps(
+def test_a_worker_that_slept_too_long_finds_its_lost_leases_before_it_fetches_or_reaps(
     make_leases: MakeLeases, redis_client: "redis.Redis", clock: Clock
 ) -> None:
     push(redis_client, "lost", "kept")
@@ -183,7 +183,7 @@ def test_a_worker_that_slept_too_long_looks_what_it_lost_before_it_fetches_or_re
     redis_client.zadd(LEASES_KEY, {gone.lease_id: 1})
     other.reap()
     take(other)
-    run_out(redis_client)
+    expire_leases(redis_client)
     clock.now += 61
     sleeper.reap()
     assert lost == [gone]
@@ -191,7 +191,7 @@ def test_a_worker_that_slept_too_long_looks_what_it_lost_before_it_fetches_or_re
     assert redis_client.zscore(LEASES_KEY, kept.lease_id) > 1  # renewed, so not reaped by itself
 
 
-def test_a_released_message_is_popped_next_and_has_no_strike(
+def test_a_released_message_is_fetched_next_and_its_delivery_does_not_count(
     make_leases: MakeLeases, redis_client: "redis.Redis"
 ) -> None:
     push(redis_client, "a", "b", "c")
@@ -204,15 +204,15 @@ def test_a_released_message_is_popped_next_and_has_no_strike(
     assert bodies(take(leases)) == [b"a", b"b", b"c"]
 
 
-def test_a_message_released_with_a_strike_is_counted(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
+def test_a_delivery_released_as_counted_counts(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
     push(redis_client, "a")
     leases = make_leases()
     (message,) = take(leases)
-    leases.release(message.lease_id, strike=True)
+    leases.release(message.lease_id, is_counted=True)
     assert take(leases)[0].deliveries == 2
 
 
-def test_a_message_that_ends_every_worker_becomes_a_dead_letter(
+def test_a_message_that_kills_every_worker_becomes_a_dead_letter(
     make_leases: MakeLeases, redis_client: "redis.Redis"
 ) -> None:
     poison = '{"headers": {"id": "request-1"}}'
@@ -223,7 +223,7 @@ def test_a_message_that_ends_every_worker_becomes_a_dead_letter(
     for deliveries in (1, 2):
         (message,) = make_leases(delivery_limit=2).fetch(LISTS, 1)
         assert message.deliveries == deliveries
-        run_out(redis_client)
+        expire_leases(redis_client)
         worker.reap()
     push(redis_client, "harmless")
     assert bodies(take(worker)) == [b"harmless"]
@@ -235,14 +235,14 @@ def test_a_message_that_ends_every_worker_becomes_a_dead_letter(
     assert redis_client.hlen(LEASE_DELIVERIES_KEY) == 1  # only the harmless one's
 
 
-def test_a_buried_message_is_kept_with_its_reason(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
+def test_a_dead_letter_is_kept_with_its_reason(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
     garbage = b"\xff\xfe not json"
     push(redis_client, garbage)
     leases = make_leases()
     dead: list[DeadLetter] = []
     leases.on_dead_letter = dead.append
     (message,) = take(leases)
-    leases.bury(message.lease_id, DeadLetterReason.UNDECODABLE, "UnicodeDecodeError")
+    leases.dead_letter(message.lease_id, DeadLetterReason.UNDECODABLE, "UnicodeDecodeError")
     (stored,) = dead_letters(redis_client)
     assert (stored.body, stored.reason, stored.request_id) == (garbage, "undecodable: UnicodeDecodeError", None)
     assert [letter.body for letter in dead] == [garbage]
@@ -252,7 +252,7 @@ def test_a_buried_message_is_kept_with_its_reason(make_leases: MakeLeases, redis
 @pytest.mark.parametrize(
     ("message", "request_id"),
     [
-        ('{"body": "%s", "headers": {"id": "r-1", "x": "}"}, "properties": {}}', "r-1"),  # as kombu writes it
+        ('{"body": "%s", "headers": {"id": "r-1", "x": "}"}, "properties": {}}', "r-1"),  # in kombu's format
         ('{"headers": {"id": "r-2", "x": {}}, "body": "%s", "properties": {}}', "r-2"),
         ('{"headers": {"id": "r-3", "x": "' + 5000 * "y" + '"}, "body": "%s"}', "r-3"),
         ('{"headers": {"id": 4}, "body": "%s"}', None),
@@ -260,7 +260,7 @@ def test_a_buried_message_is_kept_with_its_reason(make_leases: MakeLeases, redis
         ("no JSON %s", None),
     ],
 )
-def test_a_message_that_is_too_large_becomes_a_small_dead_letter_which_says_whose_it_was(
+def test_a_message_that_is_too_large_becomes_a_small_dead_letter_with_its_request_id(
     make_leases: MakeLeases, redis_client: "redis.Redis", message: str, request_id: str | None
 ) -> None:
     push(redis_client, message % ("x" * 8 * 1024 * 1024), "good")
@@ -279,7 +279,7 @@ def test_a_message_that_is_too_large_becomes_a_small_dead_letter_which_says_whos
 
 
 def large(request_id: str, middle: str = "x") -> bytes:
-    """A message whose middle its lease id leaves out."""
+    """Return a message with a lease id that does not cover its middle."""
     headers = json.dumps({"id": request_id})
     return f'{{"body": "{"a" * 2**20}{middle}{"b" * 2**20}", "headers": {headers}}}'.encode()
 
@@ -295,7 +295,7 @@ def test_a_large_message_is_sorted_and_taken_by_two_scripts(
 @pytest.mark.parametrize(
     ("other", "reason"), [(large("r"), "duplicate"), (large("r", "y"), "duplicate id")], ids=["copy", "other middle"]
 )
-def test_a_large_message_takes_no_place_of_another_that_is_like_it(
+def test_a_large_message_does_not_replace_another_with_the_same_lease_id(
     make_leases: MakeLeases, redis_client: "redis.Redis", other: bytes, reason: str
 ) -> None:
     leases = make_leases()
@@ -306,7 +306,7 @@ def test_a_large_message_takes_no_place_of_another_that_is_like_it(
     assert [(letter.reason, letter.body) for letter in dead_letters(redis_client)] == [(reason, other)] * 2
 
 
-def test_large_messages_without_an_id_are_told_apart_by_their_middle(
+def test_large_messages_without_an_id_are_distinguished_by_their_middle(
     make_leases: MakeLeases, redis_client: "redis.Redis"
 ) -> None:
     messages = [large("r", middle).replace(b"headers", b"footers") for middle in ("x", "y")]
@@ -315,7 +315,7 @@ def test_large_messages_without_an_id_are_told_apart_by_their_middle(
     assert bodies(take(leases) + take(leases)) == messages
 
 
-def test_a_copy_of_a_message_in_work_is_put_aside_and_the_original_goes_on(
+def test_a_copy_of_a_leased_message_becomes_a_dead_letter_and_the_original_continues(
     make_leases: MakeLeases, redis_client: "redis.Redis"
 ) -> None:
     push(redis_client, "a")
@@ -326,7 +326,7 @@ def test_a_copy_of_a_message_in_work_is_put_aside_and_the_original_goes_on(
     push(redis_client, "a", "b")
     assert bodies(take(leases)) == [b"b"]
     assert [letter.reason for letter in dead_letters(redis_client)] == [DeadLetterReason.DUPLICATE]
-    assert dead == []  # nobody may end the original's stream because of it
+    assert dead == []  # or the worker would end the original's stream
     leases.ack(message.lease_id)
     assert redis_client.hget(LEASE_DELIVERIES_KEY, message.lease_id) is None
 
@@ -349,12 +349,12 @@ def test_dead_letters_are_bounded(make_leases: MakeLeases, redis_client: "redis.
     leases = make_leases()
     redis_client.rpush("headrace:dead", *[msgpack.packb({"old": number}) for number in range(1000)])
     push(redis_client, "a")
-    leases.bury(take(leases)[0].lease_id, DeadLetterReason.REJECTED)
+    leases.dead_letter(take(leases)[0].lease_id, DeadLetterReason.REJECTED)
     assert redis_client.llen("headrace:dead") == 1000
     assert dead_letters(redis_client, limit=1)[0].reason == DeadLetterReason.REJECTED
 
 
-def test_a_flood_of_refused_messages_does_not_hold_the_server(
+def test_a_flood_of_refused_messages_does_not_block_the_server(
     make_leases: MakeLeases, redis_client: "redis.Redis"
 ) -> None:
     push(redis_client, "a")
@@ -365,7 +365,7 @@ def test_a_flood_of_refused_messages_does_not_hold_the_server(
     assert 5_000 < redis_client.llen(QUEUE) < 10_000
 
 
-def test_what_could_not_be_told_to_the_server_is_told_when_it_is_back(clock: Clock) -> None:
+def test_failed_settlements_are_retried_when_the_server_is_back(clock: Clock) -> None:
     with make_server(appendonly=True) as server, connect(server.url) as client:
         client.config_set("appendfsync", "always")
         leases = Leases(client, lease_seconds=60, delivery_limit=5, clock=clock)
@@ -382,13 +382,13 @@ def test_what_could_not_be_told_to_the_server_is_told_when_it_is_back(clock: Clo
         assert bodies(take(leases)) == [b"unfinished"]
 
 
-def test_after_an_outage_nobody_is_reaped_for_the_length_of_a_lease(
+def test_after_an_outage_no_lease_is_reaped_for_the_length_of_a_lease(
     make_leases: MakeLeases, redis_client: "redis.Redis", clock: Clock
 ) -> None:
     push(redis_client, "a")
     other, leases = make_leases(), make_leases(lease_seconds=60)
     take(other)
-    run_out(redis_client)
+    expire_leases(redis_client)
     leases.pause_reaping()
     clock.now += 59
     assert leases.reap() == 0
@@ -396,13 +396,13 @@ def test_after_an_outage_nobody_is_reaped_for_the_length_of_a_lease(
     assert leases.reap() == 1
 
 
-def test_after_refusals_nobody_is_reaped_before_the_others_had_time_to_renew(
+def test_after_refusals_no_lease_is_reaped_before_other_workers_had_time_to_renew(
     make_leases: MakeLeases, redis_client: "redis.Redis", clock: Clock
 ) -> None:
     holder, other = make_leases(), make_leases()
     push(redis_client, "x")
     (message,) = take(holder)
-    redis_client.replicaof("127.0.0.1", "1")  # of nobody: it keeps its data and takes no writes
+    redis_client.replicaof("127.0.0.1", "1")  # it has no master: it keeps its data and refuses writes
     try:
         for _ in range(3):
             with pytest.raises(redis.ReadOnlyError):
@@ -411,7 +411,7 @@ def test_after_refusals_nobody_is_reaped_before_the_others_had_time_to_renew(
         holder.tick()
     finally:
         redis_client.replicaof("NO", "ONE")
-    redis_client.zadd(LEASES_KEY, {message.lease_id: 1})  # it ran out meanwhile
+    redis_client.zadd(LEASES_KEY, {message.lease_id: 1})  # it expired during the outage
     assert other.reap() == 0
     clock.now += 59
     assert other.reap() == 0
@@ -422,7 +422,7 @@ def test_after_refusals_nobody_is_reaped_before_the_others_had_time_to_renew(
     assert other.reap() == 1
 
 
-def test_a_postponed_message_is_nobodys_until_its_time_and_that_was_no_delivery(
+def test_a_postponed_message_is_held_by_no_worker_until_it_is_due_and_that_was_no_delivery(
     make_leases: MakeLeases, redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases(lease_seconds=1)
@@ -432,7 +432,7 @@ def test_a_postponed_message_is_nobodys_until_its_time_and_that_was_no_delivery(
     assert len(leases) == 1
     now = redis_client.time()[0]
     assert now + 2990 < redis_client.zscore(LEASES_KEY, later.lease_id) < now + 3010
-    leases.tick()  # whoever had it renews it no more, and has no say
+    leases.tick()  # the worker that had it does not renew it
     leases.ack(later.lease_id)
     assert leases.reap() == 0
     redis_client.zadd(LEASES_KEY, {later.lease_id: 1})
@@ -442,7 +442,7 @@ def test_a_postponed_message_is_nobodys_until_its_time_and_that_was_no_delivery(
     assert (message.body, message.deliveries) == (b"later", 1)
 
 
-def test_a_message_that_keeps_its_place_comes_back_before_later_ones_and_has_waited_all_the_time(
+def test_a_postponed_message_that_keeps_its_place_comes_before_later_ones_and_keeps_its_age(
     make_leases: MakeLeases, redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases()
@@ -457,7 +457,7 @@ def test_a_message_that_keeps_its_place_comes_back_before_later_ones_and_has_wai
     assert (again.body, again.deliveries) == (b"first", 1)
 
 
-def test_a_postponement_that_redis_did_not_take_is_owed(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
+def test_a_postponement_that_redis_refused_is_retried(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
     leases = make_leases()
     push(redis_client, "later")
     [later] = take(leases)
@@ -471,17 +471,17 @@ def test_a_postponement_that_redis_did_not_take_is_owed(make_leases: MakeLeases,
     assert redis_client.hget(LEASE_META_KEY, later.lease_id).startswith(b"delayed|")
 
 
-def test_a_debt_that_cannot_be_paid_keeps_nobody_from_renewing_paying_and_reaping(
+def test_a_settlement_that_fails_repeatedly_blocks_no_renewal_settlement_or_reaping(
     make_leases: MakeLeases, redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases()
     push(redis_client, "later", "kept", "done")
     later, kept, done = take(leases)
-    run_out(redis_client)
-    redis_client.replicaof("127.0.0.1", "1")  # of nobody: it keeps its data and takes no writes
+    expire_leases(redis_client)
+    redis_client.replicaof("127.0.0.1", "1")  # it has no master: it keeps its data and refuses writes
     leases.postpone(later.lease_id, 3000)
     leases.ack(done.lease_id)
-    redis_client.config_set("maxmemory", 1)  # a postponement needs memory, all else does not
+    redis_client.config_set("maxmemory", 1)  # only a postponement needs memory
     redis_client.replicaof("NO", "ONE")
     try:
         leases.tick()

@@ -1,4 +1,4 @@
-"""Messages of better priorities that are taken alone, and those that make room for them, against a real server."""
+"""Fetches of better priorities alone, and messages that make room for them, against a real server."""
 
 from collections.abc import Callable
 
@@ -36,7 +36,7 @@ def test_messages_of_better_lists_are_taken_and_others_stay(
     assert names(take(leases, 9)) == ["b0", "b1", "b2"]
 
 
-def test_a_message_says_by_which_priority_it_came_and_at_which_it_counts(
+def test_a_fetched_message_has_the_priority_of_its_list_and_of_its_level(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases(ageing_seconds=0.000001)
@@ -47,7 +47,7 @@ def test_a_message_says_by_which_priority_it_came_and_at_which_it_counts(
     assert message.level == 0
 
 
-def test_messages_that_have_aged_are_passed_over_where_better_ones_are_wanted(
+def test_a_preempting_fetch_skips_messages_that_have_aged(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases(ageing_seconds=0.000001)
@@ -61,7 +61,7 @@ def test_messages_that_have_aged_are_passed_over_where_better_ones_are_wanted(
     assert names(take(leases, 9)) == ["b0", "b1", "b2"]
 
 
-def test_the_look_for_better_messages_is_bounded(
+def test_the_search_for_better_messages_is_bounded(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases(ageing_seconds=0.000001)
@@ -86,7 +86,7 @@ def test_the_aged_messages_of_one_tenant_hide_no_better_one_of_another(
     assert names(take_better(leases, 9)) == ["c"]
 
 
-def test_how_often_a_message_was_preempted_is_kept_with_it_and_is_no_delivery(
+def test_preemptions_of_a_message_are_counted_and_are_no_deliveries(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     first, second = make_leases(), make_leases()
@@ -98,7 +98,7 @@ def test_how_often_a_message_was_preempted_is_kept_with_it_and_is_no_delivery(
         assert (message.preemptions, message.deliveries) == (count, 1)
         leases.release(message.lease_id, is_preempted=True)
     (message,) = take(first)
-    first.release(message.lease_id)  # a drain is no preemption
+    first.release(message.lease_id)  # as a drain does, which is no preemption
     (message,) = take(first)
     assert message.preemptions == 3
     first.ack(message.lease_id)
@@ -106,19 +106,19 @@ def test_how_often_a_message_was_preempted_is_kept_with_it_and_is_no_delivery(
 
 
 def shift(client: "redis.Redis", message: LeasedMessage, *names: str, seconds: float) -> None:
-    """Move moments of a message's record into the past."""
+    """Move times in a message's record into the past."""
     record = msgpack.unpackb(client.hget(LEASE_RECORDS_KEY, message.lease_id))
     record |= {name: record[name] - int(seconds * 1e6) for name in names}
     client.hset(LEASE_RECORDS_KEY, message.lease_id, msgpack.packb(record))
 
 
 @pytest.mark.parametrize("is_preempted", [False, True])
-def test_a_message_ages_no_further_while_it_runs(
+def test_a_message_does_not_age_while_it_runs(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis", is_preempted: bool
 ) -> None:
     leases = make_leases(ageing_seconds=600)
     push(redis_client, "batch", ["b"], step=3)
-    for _ in range(2):  # together longer than it takes to age
+    for _ in range(2):  # together longer than the ageing time
         (message,) = take(leases)
         assert message.level == 9
         shift(redis_client, message, "since", "taken", seconds=500)
@@ -127,7 +127,7 @@ def test_a_message_ages_no_further_while_it_runs(
     assert take(leases)[0].level == 9
 
 
-def test_a_message_that_waited_still_ages_when_it_was_handed_back(
+def test_a_message_that_was_handed_back_continues_to_age(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases(ageing_seconds=600)
@@ -159,7 +159,7 @@ def test_a_preempted_message_ages_anew_from_its_own_priority_and_keeps_its_place
     assert [message.level for message in found] == [9, 9]
 
 
-def test_a_preempted_message_is_paid_for_once(make_leases: Callable[..., Leases], redis_client: "redis.Redis") -> None:
+def test_a_preempted_message_is_charged_once(make_leases: Callable[..., Leases], redis_client: "redis.Redis") -> None:
     leases = make_leases()
     push(redis_client, "batch", ["b"], step=3)
     for _ in range(3):
@@ -171,7 +171,9 @@ def test_a_preempted_message_is_paid_for_once(make_leases: Callable[..., Leases]
     assert redis_client.zscore(f"headrace:share:served:{LISTS[3]}", "batch") == 70
 
 
-def test_a_lost_lease_counts_no_preemption(make_leases: Callable[..., Leases], redis_client: "redis.Redis") -> None:
+def test_releasing_a_lost_lease_counts_no_preemption(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
     leases, other = make_leases(), make_leases()
     push(redis_client, "batch", ["b"], step=3)
     (message,) = take(leases)

@@ -1,4 +1,4 @@
-"""A worker without credit, on kombu's event loop, hears of messages whose priority is better than what it runs."""
+"""A worker without credit, on kombu's event loop, fetches messages of a better priority than its running requests."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ import pytest
 import redis
 from kombu import Connection
 
-from headrace_broker import doorbell
+from headrace_broker import blocking_wait
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import sorted_ids_key
 from headrace_broker.transport import STEP, Transport
@@ -16,8 +16,8 @@ from service.broker.test_event_loop import QUEUE, Loop
 
 @pytest.fixture
 def loop(redis_server: EmbeddedServer) -> Iterator[Loop]:
-    """Without credit, while a request of step 9 and one of step 6 run."""
-    Transport.lease_registry._leases.clear()  # each test is a process of its own
+    """A loop without credit, as if a request of step 9 and one of step 6 were running."""
+    Transport.lease_registry._leases.clear()  # as if each test ran in a process of its own
     Transport.lease_registry._timers.clear()
     loop = Loop(redis_server.url, lease_seconds=60)
     loop.credit = 0
@@ -36,7 +36,7 @@ def send(redis_server: EmbeddedServer) -> Iterator[Callable[..., None]]:
 def turn(loop: Loop, seconds: float = 0.2) -> None:
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
-        loop.hub.call_soon(lambda: None)  # or it would wait for a second
+        loop.hub.call_soon(lambda: None)  # or it would wait for up to a second
         loop.hub.run_once()
 
 
@@ -51,7 +51,7 @@ def test_a_better_message_is_taken_without_credit(loop: Loop, send: Callable[...
     assert message.delivery_info[STEP] == priority
 
 
-def test_no_more_are_taken_than_would_find_room(loop: Loop, send: Callable[..., None]) -> None:
+def test_no_more_messages_are_taken_than_preemption_makes_room_for(loop: Loop, send: Callable[..., None]) -> None:
     turn(loop)
     send("one")
     send("other")
@@ -61,14 +61,14 @@ def test_no_more_are_taken_than_would_find_room(loop: Loop, send: Callable[..., 
 
 
 @pytest.fixture
-def unlooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No look once a second, and no wait that ends, helps."""
-    monkeypatch.setattr(doorbell, "_LOOK_SECONDS", 3600.0)
-    monkeypatch.setattr(doorbell, "WAIT_SECONDS", 3600.0)
+def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Disable the check once a second, and let no wait end without a message."""
+    monkeypatch.setattr(blocking_wait, "_CHECK_SECONDS", 3600.0)
+    monkeypatch.setattr(blocking_wait, "WAIT_SECONDS", 3600.0)
 
 
-@pytest.mark.usefixtures("unlooked")
-def test_better_messages_are_heard_one_after_the_other(loop: Loop, send: Callable[..., None]) -> None:
+@pytest.mark.usefixtures("without_checks")
+def test_better_messages_that_arrive_one_by_one_are_all_taken(loop: Loop, send: Callable[..., None]) -> None:
     loop.channel.preemption_credit = lambda: (9, 5)
     loop.channel.preemption_wait_seconds = 0.05
     turn(loop)
@@ -77,11 +77,11 @@ def test_better_messages_are_heard_one_after_the_other(loop: Loop, send: Callabl
         loop.run_until(lambda number=number: len(loop.messages) == number)  # type: ignore[misc]
 
 
-@pytest.mark.usefixtures("unlooked")
+@pytest.mark.usefixtures("without_checks")
 def test_better_messages_that_found_no_room_are_taken_when_others_may_make_room(
     loop: Loop, send: Callable[..., None]
 ) -> None:
-    """First one of step 9, and later, when the better ones are prepared, those of step 6."""
+    """At first one request of step 9 may be preempted; later, when the better ones are prepared, those of step 6."""
     credit = [(9, 1)]
     loop.channel.preemption_credit = lambda: (credit[0][0], max(0, credit[0][1] - len(loop.messages)))
     turn(loop)
@@ -103,7 +103,7 @@ def test_messages_of_no_better_priority_stay(loop: Loop, send: Callable[..., Non
     assert loop.messages == []
 
 
-def test_a_message_is_left_to_other_workers_for_a_while(loop: Loop, send: Callable[..., None]) -> None:
+def test_a_better_message_is_left_to_other_workers_for_a_while(loop: Loop, send: Callable[..., None]) -> None:
     waits: list[float] = []
     loop.channel.preemption_wait_seconds = 30.0
     call_later, loop.hub.call_later = loop.hub.call_later, lambda seconds, *rest: waits.append(seconds)
@@ -115,7 +115,7 @@ def test_a_message_is_left_to_other_workers_for_a_while(loop: Loop, send: Callab
     assert loop.messages == []
 
 
-def test_room_that_comes_meanwhile_is_used(loop: Loop, send: Callable[..., None]) -> None:
+def test_room_that_appears_during_the_wait_is_used(loop: Loop, send: Callable[..., None]) -> None:
     turn(loop)
     loop.channel.preemption_wait_seconds = 0.05
     send("worse", 9)
@@ -126,13 +126,13 @@ def test_room_that_comes_meanwhile_is_used(loop: Loop, send: Callable[..., None]
     assert [message.decode() for message in loop.messages] == ["better", "worse"]
 
 
-def test_nothing_is_waited_for_where_nothing_may_be_preempted(loop: Loop, redis_client: "redis.Redis") -> None:
+def test_no_list_is_waited_for_if_nothing_may_be_preempted(loop: Loop, redis_client: "redis.Redis") -> None:
     loop.channel.preemption_credit = lambda: (0, 0)
     turn(loop)
     assert [client for client in redis_client.client_list() if client["cmd"] == "blmove"] == []
 
 
-def test_a_better_message_that_came_unheard_is_found_by_a_look(
+def test_a_better_message_that_woke_no_wait_is_found_by_a_later_check(
     loop: Loop, send: Callable[..., None], redis_client: "redis.Redis"
 ) -> None:
     send("worse", 9)
@@ -140,13 +140,13 @@ def test_a_better_message_that_came_unheard_is_found_by_a_look(
     loop.channel.leases.sort(loop.channel._lists())
     assert redis_client.zcard(sorted_ids_key(QUEUE.name)) == 1
     loop.channel.preemption_wait_seconds = 30.0
-    loop.channel.await_better()
+    loop.channel.schedule_preempting_fetch()
     turn(loop)
-    assert loop.messages == []  # others may have room
+    assert loop.messages == []  # other workers may have room
     loop.channel._on_preemption_time()
     loop.run_until(lambda: bool(loop.messages))
     assert [message.decode() for message in loop.messages] == ["better"]
-    assert not loop.channel.fetch_better()
+    assert not loop.channel.fetch_preempting()
 
 
 def test_an_idle_loop_is_not_woken_while_it_waits_for_better_ones(loop: Loop, send: Callable[..., None]) -> None:

@@ -1,4 +1,4 @@
-"""What a monitor reads of the queues, against a real server."""
+"""The levels that a monitor reads of the queues, against a real server."""
 
 import json
 import time
@@ -30,7 +30,7 @@ def test_an_empty_server_shows_nothing_waiting(redis_client: "redis.Redis") -> N
     assert (levels.leased, levels.run_out, levels.num_dead, levels.oldest_age_seconds) == (0, 0, 0, None)
 
 
-def test_each_queue_and_priority_is_counted_for_itself(
+def test_each_queue_and_priority_is_counted_separately(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     with Client(redis_server.url, check_model=False) as client:
@@ -44,7 +44,7 @@ def test_each_queue_and_priority_is_counted_for_itself(
     assert levels[OTHER].num_ready == 1
 
 
-def test_a_message_in_a_workers_hands_is_leased_and_counts_for_its_own_queue(
+def test_a_message_that_a_worker_holds_is_leased_and_counts_for_its_own_queue(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", leases: Leases
 ) -> None:
     with Client(redis_server.url, check_model=False) as client:
@@ -55,7 +55,7 @@ def test_a_message_in_a_workers_hands_is_leased_and_counts_for_its_own_queue(
     assert (levels[OTHER].num_ready, levels[OTHER].leased) == (1, 0)
 
 
-def test_a_lease_that_ran_out_and_was_put_back_by_nobody_is_shown(
+def test_an_expired_lease_that_no_worker_has_put_back_is_shown(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     with Client(redis_server.url, check_model=False) as client:
@@ -65,7 +65,7 @@ def test_a_lease_that_ran_out_and_was_put_back_by_nobody_is_shown(
     assert (levels.leased, levels.run_out) == (1, 1)
 
 
-def test_delayed_messages_are_counted_and_run_out_like_leases(redis_client: "redis.Redis") -> None:
+def test_delayed_messages_are_counted_and_expire_like_leases(redis_client: "redis.Redis") -> None:
     leases = Leases(redis_client, lease_seconds=60, delivery_limit=1)
     redis_client.lpush(queue_lists(QUEUE)[2], "held", "due", "later")
     for message, seconds in zip(leases.fetch(queue_lists(QUEUE), 2), (3000, 0), strict=True):
@@ -75,14 +75,14 @@ def test_delayed_messages_are_counted_and_run_out_like_leases(redis_client: "red
     assert (levels.leased, levels.delayed, levels.run_out) == (3, 2, 1)
 
 
-def test_leases_that_were_ended_without_these_books_are_counted_until_they_would_have_run_out(
+def test_leases_ended_without_their_sets_are_counted_until_they_would_have_expired(
     redis_client: "redis.Redis",
 ) -> None:
     leases, lists = Leases(redis_client, lease_seconds=0, delivery_limit=9), queue_lists(QUEUE)
     redis_client.lpush(lists[2], "delayed", "held", "next")
     leases.postpone(leases.fetch(lists, 1)[0].lease_id, 0)
     leases.fetch(lists, 1)
-    for key in (LEASES_KEY, LEASE_META_KEY):  # as a worker of an earlier version does, or somebody by hand
+    for key in (LEASES_KEY, LEASE_META_KEY):  # as a worker of an earlier version or an operator does
         redis_client.delete(key)
     reader = QueueLevelReader(redis_client)
     assert reader.read([QUEUE])[QUEUE].run_out == 2
@@ -91,10 +91,10 @@ def test_leases_that_were_ended_without_these_books_are_counted_until_they_would
     assert (levels.leased, levels.delayed) == (1, 0)
 
 
-def test_the_cost_of_reading_does_not_grow_with_what_there_is(redis_client: "redis.Redis") -> None:
+def test_the_cost_of_reading_does_not_grow_with_the_number_of_messages(redis_client: "redis.Redis") -> None:
     leases, lists = Leases(redis_client, lease_seconds=60, delivery_limit=1), queue_lists(QUEUE)
     reader, commands = QueueLevelReader(redis_client), []
-    reader.read([QUEUE])  # which counts the dead letters, once
+    reader.read([QUEUE])  # counts the dead letters, once
     for count in (10, 300):
         redis_client.lpush(lists[0], *[f"{count} {number}" for number in range(count)])
         for number, message in enumerate(leases.fetch(lists, count - 5)):
@@ -108,7 +108,7 @@ def test_the_cost_of_reading_does_not_grow_with_what_there_is(redis_client: "red
     assert not commands[0].keys() & {"cmdstat_hvals", "cmdstat_hgetall", "cmdstat_zrangebyscore", "cmdstat_lrange"}
 
 
-def test_the_oldest_message_is_the_one_that_waits_longest_in_any_list(redis_client: "redis.Redis") -> None:
+def test_the_oldest_message_of_any_list_is_reported(redis_client: "redis.Redis") -> None:
     now = time.time()
     urgent, _, low, _ = queue_lists(QUEUE)
     for name, age in ((urgent, 5), (low, 100)):
@@ -121,7 +121,7 @@ def test_the_oldest_message_is_the_one_that_waits_longest_in_any_list(redis_clie
 @pytest.mark.parametrize(
     "headers", [{}, {"enqueued_at": "yesterday"}, {"tenant": '"enqueued_at": 5'}, {"enqueued_at": None}, {"x": ".."}]
 )
-def test_a_message_that_does_not_say_when_it_was_sent_has_no_age(redis_client: "redis.Redis", headers: object) -> None:
+def test_a_message_without_an_enqueue_time_has_no_age_at_first(redis_client: "redis.Redis", headers: object) -> None:
     redis_client.lpush(QUEUE, json.dumps({"headers": headers}))
     levels = QueueLevelReader(redis_client).read([QUEUE])[QUEUE]
     assert (levels.num_ready, levels.oldest_age_seconds) == (1, None)
@@ -135,8 +135,8 @@ def test_dead_letters_are_counted_by_queue_and_reason_and_again_when_they_change
         client.submit_many([{"prompt": "a", "model": "one"}] * 2 + [{"prompt": "a", "model": "two"}])
     for message in leases.fetch(queue_lists(QUEUE), 2):
         leases.hold(message.lease_id, message)
-        leases.bury(message.lease_id, DeadLetterReason.POISON)
-    redis_client.lpush(DEAD_LETTERS_KEY, *[b"not a letter"] * 250)  # of which one script does not look at all
+        leases.dead_letter(message.lease_id, DeadLetterReason.POISON)
+    redis_client.lpush(DEAD_LETTERS_KEY, *[b"not a letter"] * 250)  # more than one script reads
     levels = reader.read([QUEUE, OTHER])
     assert dict(levels[QUEUE].dead) == {"poison": 2}
     assert levels[OTHER].num_dead == 0
@@ -176,7 +176,7 @@ def test_a_message_without_an_enqueue_time_ages_by_the_servers_clock(redis_clien
     assert reader.read([QUEUE])[QUEUE].oldest_age_seconds is None
 
 
-def test_a_producers_clock_that_is_ahead_hides_no_age(redis_client: "redis.Redis") -> None:
+def test_a_producers_clock_that_is_ahead_does_not_hide_an_age(redis_client: "redis.Redis") -> None:
     leases, reader = Leases(redis_client, lease_seconds=60, delivery_limit=9), QueueLevelReader(redis_client)
     redis_client.lpush(QUEUE, json.dumps({"body": "x", "headers": {"enqueued_at": time.time() + 3600}}))
     leases.sort(queue_lists(QUEUE))
@@ -185,7 +185,7 @@ def test_a_producers_clock_that_is_ahead_hides_no_age(redis_client: "redis.Redis
     assert levels.oldest_age_seconds > 0
 
 
-def test_what_has_waited_survives_all_that_becomes_of_a_message(redis_client: "redis.Redis") -> None:
+def test_the_waiting_time_of_a_message_survives_leases_and_postponements(redis_client: "redis.Redis") -> None:
     ageing = FairShare(ageing_seconds=1e-6)
     leases, lists = Leases(redis_client, lease_seconds=60, delivery_limit=9, fair_share=ageing), queue_lists(QUEUE)
     redis_client.lpush(lists[3], json.dumps({"body": "x", "headers": {}}))
@@ -201,7 +201,7 @@ def test_what_has_waited_survives_all_that_becomes_of_a_message(redis_client: "r
         return message
 
     leases.release(take().lease_id)
-    leases.release(take().lease_id, strike=True)
+    leases.release(take().lease_id, is_counted=True)
     expired = take()
     redis_client.zadd(LEASES_KEY, {expired.lease_id: 1})
     leases.reap()
@@ -210,10 +210,10 @@ def test_what_has_waited_survives_all_that_becomes_of_a_message(redis_client: "r
     leases.reap()
     (due,) = leases.fetch(lists, 1)
     assert due.waited is not None
-    assert due.waited < waited  # since its time
+    assert due.waited < waited  # counted from when it was due
 
 
-def test_messages_over_a_quota_stay_where_they_are_while_there_is_no_room(redis_client: "redis.Redis") -> None:
+def test_messages_over_a_quota_stay_in_their_list_while_there_is_no_room(redis_client: "redis.Redis") -> None:
     leases = Leases(redis_client, lease_seconds=60, delivery_limit=9, fair_share=FairShare(quota=1))
     redis_client.lpush(QUEUE, "a", "b", "c")
     leases.sort(queue_lists(QUEUE))

@@ -1,4 +1,4 @@
-"""Which message a request id belongs to, from its arrival until the message is known no more."""
+"""Which message a request id belongs to, from its arrival until the message is gone."""
 
 import json
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def bound(client: "redis.Redis") -> dict[bytes, bytes]:
 
 @pytest.mark.parametrize("is_taken", [False, True], ids=["waiting", "taken"])
 @pytest.mark.parametrize("lists", [LISTS, OTHER_LISTS], ids=["its own queue", "another queue"])
-def test_a_second_message_of_other_content_becomes_a_dead_letter_that_owns_no_id(
+def test_a_second_message_with_other_content_becomes_a_dead_letter_without_the_id(
     leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis", lists: list[str], is_taken: bool
 ) -> None:
     redis_client.lpush(LISTS[0], raw("r"))
@@ -64,7 +64,7 @@ def test_a_second_message_of_other_content_becomes_a_dead_letter_that_owns_no_id
     assert requeue(redis_client, dead_letters(redis_client)) == []
 
 
-def test_a_second_message_of_the_same_content_is_dropped_whatever_its_envelope_says(
+def test_a_second_message_with_the_same_content_is_dropped_whatever_its_envelope(
     leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis"
 ) -> None:
     redis_client.lpush(LISTS[0], raw("r"), raw("r", enqueued_at=7.5), raw("r", expires="2001-01-01T00:00:00"))
@@ -74,7 +74,7 @@ def test_a_second_message_of_the_same_content_is_dropped_whatever_its_envelope_s
 
 
 def as_text(request_id: str, prompt: str, body_encoding: str | None) -> bytes:
-    """A message whose body stands in it as JSON, full of quotes that are escaped there."""
+    """Return a message with a body of JSON text, full of quotes that are escaped in the message."""
     written = message(b"", request_id=request_id)
     written["body"] = json.dumps([[], {"prompt": prompt}, {}])
     written["properties"]["body_encoding"] = body_encoding
@@ -82,7 +82,7 @@ def as_text(request_id: str, prompt: str, body_encoding: str | None) -> bytes:
 
 
 @pytest.mark.parametrize("body_encoding", [None, "utf-8"])
-def test_a_body_that_stands_in_its_message_as_text_is_compared_whole(
+def test_a_body_that_is_a_json_string_in_its_message_is_compared_whole(
     leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis", body_encoding: str | None
 ) -> None:
     first = as_text("r", 'say "yes" \\', body_encoding)
@@ -105,7 +105,7 @@ def test_a_body_full_of_escaped_characters_is_compared_whole(
     assert [letter.reason for letter in reported] == [DeadLetterReason.DUPLICATE_ID]
 
 
-def test_a_message_that_waits_for_its_time_keeps_its_id(
+def test_a_delayed_message_keeps_its_id(
     leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis"
 ) -> None:
     redis_client.lpush(LISTS[0], raw("r", eta="2099-01-01T00:00:00"))
@@ -123,13 +123,13 @@ def end_by_ack(leases: Leases, leased: LeasedMessage) -> None:
     leases.ack(leased.lease_id)
 
 
-def end_by_burial(leases: Leases, leased: LeasedMessage) -> None:
-    leases.bury(leased.lease_id, DeadLetterReason.POISON, "x")
+def end_by_dead_letter(leases: Leases, leased: LeasedMessage) -> None:
+    leases.dead_letter(leased.lease_id, DeadLetterReason.POISON, "x")
 
 
 def end_by_limit(leases: Leases, leased: LeasedMessage) -> None:
     for _ in range(2):
-        leases.release(leased.lease_id, strike=True)
+        leases.release(leased.lease_id, is_counted=True)
         take(leases)
 
 
@@ -138,8 +138,8 @@ def end_by_purge(leases: Leases, leased: LeasedMessage) -> None:
     leases.purge(LISTS)
 
 
-@pytest.mark.parametrize("end", [end_by_ack, end_by_burial, end_by_limit, end_by_purge])
-def test_an_id_is_free_again_when_its_message_is_known_no_more(
+@pytest.mark.parametrize("end", [end_by_ack, end_by_dead_letter, end_by_limit, end_by_purge])
+def test_an_id_is_free_again_when_its_message_is_gone(
     leases: Leases,
     reported: list[DeadLetter],
     redis_client: "redis.Redis",
@@ -157,7 +157,7 @@ def test_an_id_is_free_again_when_its_message_is_known_no_more(
     assert [again.bound_id for again in take(leases)] == ["r"]
 
 
-def test_a_message_past_its_limit_still_owns_its_id_and_its_digest_is_that_of_its_stream(
+def test_a_message_past_its_delivery_limit_still_has_its_id_and_the_digest_of_its_stream(
     leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis"
 ) -> None:
     redis_client.lpush(LISTS[0], raw("r"))
@@ -173,7 +173,7 @@ def test_a_message_past_its_limit_still_owns_its_id_and_its_digest_is_that_of_it
 
 
 @pytest.mark.parametrize("spelled", ['"headers" : {', '"\\u0068eaders": {', '"headers":\n\n{'])
-def test_what_the_scripts_cannot_read_is_bound_by_what_the_message_says(
+def test_an_id_that_the_scripts_cannot_read_is_bound_by_the_worker(
     leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis", spelled: str
 ) -> None:
     redis_client.lpush(LISTS[0], raw("r"), raw("r", b"odd").replace(b'"headers": {', spelled.encode()))
@@ -184,12 +184,12 @@ def test_what_the_scripts_cannot_read_is_bound_by_what_the_message_says(
         names_r = b'"r"' in leased.body
         assert leases.bind(leased, json.loads(leased.body)["headers"]["id"]) is not names_r
         if names_r:
-            leases.bury(leased.lease_id, DeadLetterReason.DUPLICATE_ID)
+            leases.dead_letter(leased.lease_id, DeadLetterReason.DUPLICATE_ID)
     assert set(bound(redis_client)) == {b"r", b"s"}
     assert all(letter.bound_id is None for letter in reported)
 
 
-def test_the_ids_of_messages_that_an_earlier_worker_ended_are_forgotten(
+def test_the_ids_of_messages_that_an_earlier_version_ended_are_deleted(
     leases: Leases, redis_client: "redis.Redis"
 ) -> None:
     redis_client.lpush(LISTS[0], *(raw(f"r{number}") for number in range(5)))
@@ -201,11 +201,11 @@ def test_the_ids_of_messages_that_an_earlier_worker_ended_are_forgotten(
     assert bound(redis_client) == {b"r0": kept.lease_id.encode()}
 
 
-def test_a_dead_letter_whose_id_another_message_has_now_is_not_requeued(
+def test_a_dead_letter_whose_id_another_message_has_is_not_requeued(
     leases: Leases, redis_client: "redis.Redis"
 ) -> None:
     redis_client.lpush(LISTS[0], raw("r"))
-    end_by_burial(leases, take(leases)[0])
+    end_by_dead_letter(leases, take(leases)[0])
     redis_client.lpush(LISTS[0], raw("r", b"another"))
     [alive] = take(leases)
     StreamWriter(redis_client, 60).claim("r", "w")
@@ -215,9 +215,7 @@ def test_a_dead_letter_whose_id_another_message_has_now_is_not_requeued(
     assert len(requeue(redis_client, dead_letters(redis_client))) == 1
 
 
-def test_a_key_of_another_type_in_place_of_the_bindings_costs_no_message(
-    leases: Leases, redis_client: "redis.Redis"
-) -> None:
+def test_a_wrong_type_of_the_request_ids_key_loses_no_message(leases: Leases, redis_client: "redis.Redis") -> None:
     redis_client.lpush(LISTS[0], raw("r"))
     [leased] = take(leases)
     redis_client.rename(LEASE_REQUESTS_KEY, "kept")
@@ -225,7 +223,7 @@ def test_a_key_of_another_type_in_place_of_the_bindings_costs_no_message(
     redis_client.lpush(LISTS[0], raw("s"))
     with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
         take(leases)
-    leases.ack(leased.lease_id)  # pending until the key is mended
+    leases.ack(leased.lease_id)  # pending until the key is repaired
     redis_client.rename("kept", LEASE_REQUESTS_KEY)
     leases.tick()
     assert [again.bound_id for again in take(leases)] == ["s"]

@@ -23,7 +23,7 @@ QUEUE = Queue("headrace.m", exchange="", routing_key="headrace.m")
 
 
 class Inbox:
-    """A consumer of the lease transport that keeps what it is given."""
+    """A consumer of the lease transport that keeps its messages."""
 
     def __init__(self, url: str, **options: Any) -> None:
         self.connection = Connection(url, transport=LEASE_TRANSPORT, transport_options={"lease_seconds": 60, **options})
@@ -36,7 +36,7 @@ class Inbox:
         self.messages.append(message)
 
     def drain(self) -> list[Any]:
-        """What has arrived by now: a fetch without waiting for the doorbell."""
+        """Fetch without a blocking wait, and return the messages so far."""
         self.messages.clear()
         while self.channel.fetch():
             pass
@@ -61,7 +61,7 @@ def producer(redis_server: EmbeddedServer) -> Iterator[Any]:
 
 
 def leftovers(client: "redis.Redis") -> list[bytes]:
-    """Every key but what tenants have had, which is kept for a day."""
+    """Return every key but the service of tenants, which is kept for a day."""
     return [key for key in client.keys("headrace*") if not key.startswith(b"headrace:share:")]
 
 
@@ -83,15 +83,15 @@ def test_messages_of_a_stock_producer_arrive_and_are_acknowledged(
 
 
 @pytest.mark.parametrize("priority", [0, 3, 6, 9])
-def test_a_waiting_consumer_hears_the_doorbell_of_every_list(inbox: Inbox, producer: Any, priority: int) -> None:
+def test_a_message_in_any_list_wakes_a_waiting_consumer(inbox: Inbox, producer: Any, priority: int) -> None:
     with pytest.raises(socket.timeout):
-        inbox.connection.drain_events(timeout=0.01)  # now the doorbell is waited for
+        inbox.connection.drain_events(timeout=0.01)  # starts the blocking waits
     send(producer, "ding", priority)
     inbox.connection.drain_events(timeout=60)
     assert [message.decode() for message in inbox.messages] == ["ding"]
 
 
-def test_the_doorbell_does_not_change_the_order(inbox: Inbox, producer: Any) -> None:
+def test_a_blocking_wait_does_not_change_the_order(inbox: Inbox, producer: Any) -> None:
     for number in range(3):
         send(producer, number)
     inbox.connection.drain_events(timeout=60)
@@ -141,7 +141,7 @@ def test_a_message_whose_worker_fell_silent_is_marked_as_redelivered(
 ) -> None:
     send(producer, "x")
     (message,) = inbox.drain()
-    inbox.channel.leases.release(message.delivery_tag, strike=True)
+    inbox.channel.leases.release(message.delivery_tag, is_counted=True)
     (again,) = inbox.drain()
     assert again.delivery_info["redelivered"] is True
 
@@ -236,10 +236,10 @@ def test_a_broken_connection_while_delivering_loses_nothing(
     ]
 
 
-def test_what_a_consumer_was_given_draws_others_of_the_same_prefix_to_it(
+def test_a_consumer_prefers_messages_with_the_prefix_of_earlier_ones(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
-    Transport.lease_registry._leases.clear()  # else the options of an earlier test hold
+    Transport.lease_registry._leases.clear()  # or the options of an earlier test would apply
     inbox = Inbox(redis_server.url, prefix_affinity=True)
     for name, prefix in (("1", "p"), ("2", "q"), ("3", "p"), ("4", "\ud800"), ("5", "p" * 33)):
         redis_client.lpush(QUEUE.name, envelope(headers={"task": "headrace.generate", "id": name, "prefix": prefix}))
@@ -247,7 +247,7 @@ def test_what_a_consumer_was_given_draws_others_of_the_same_prefix_to_it(
     for _ in range(5):
         inbox.channel.fetch()
     assert [message.headers["id"] for message in inbox.messages] == ["1", "3", "2", "4", "5"]
-    inbox.channel.fetch()  # what they said was no prefix, and is not told to the server
+    inbox.channel.fetch()  # their prefixes are invalid, and are not sent to the server
     for message in inbox.messages:
         message.ack()
     inbox.connection.close()
@@ -261,7 +261,7 @@ def test_leases_outlive_the_connection_that_fetched_them(
     first = Inbox(redis_server.url)
     (message,) = first.drain()
     first.connection.close()
-    assert redis_client.llen(QUEUE.name) == 0  # closing gave nothing back
+    assert redis_client.llen(QUEUE.name) == 0  # closing put nothing back
     second = Inbox(redis_server.url)
     assert second.channel.leases is first.channel.leases
     assert len(second.channel.leases) == 1
@@ -293,7 +293,7 @@ def test_a_queue_may_be_leased_by_name(redis_server: EmbeddedServer) -> None:
         assert channel.leased
 
 
-def test_a_leased_queue_demands_acknowledgement(inbox: Inbox) -> None:
+def test_a_leased_queue_requires_acknowledgement(inbox: Inbox) -> None:
     careless = Consumer(inbox.connection.channel(), [QUEUE], no_ack=True)
     with pytest.raises(TransportConfigurationError, match="must be acknowledged"):
         careless.consume()
@@ -311,7 +311,7 @@ def test_a_global_key_prefix_is_refused(redis_server: EmbeddedServer) -> None:
         connection.channel()
 
 
-def test_closing_a_channel_gives_nothing_back_to_a_server_that_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+def test_closing_a_channel_puts_nothing_back_when_the_server_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     with make_server() as server:
         connection = Connection(server.url, transport=Transport)
@@ -325,7 +325,7 @@ def test_closing_a_channel_gives_nothing_back_to_a_server_that_is_lost(caplog: p
     assert caplog.text == ""  # kombu would try to restore the message, fail, and dump it into a file
 
 
-def test_other_queues_keep_kombus_own_way(redis_server: EmbeddedServer, producer: Any) -> None:
+def test_other_queues_are_handled_by_kombu(redis_server: EmbeddedServer, producer: Any) -> None:
     replies: list[Any] = []
     with Connection(redis_server.url, transport=Transport) as connection:
         queue = Queue("reply", exchange="", routing_key="reply")

@@ -1,4 +1,4 @@
-"""Whatever somebody puts into a key of the queue, no message is lost, and all are served once it is right again."""
+"""Wrong values in the queue's keys: no message is lost, and all are served once the key is repaired."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -32,7 +32,7 @@ from service.broker.tenant_messages import LISTS, QUEUE, envelope, names
 from service.servers import make_server
 
 DUE: Final = 1.0
-"""A lease that ended long ago, unix seconds."""
+"""Expiry of a lease that ended long ago, in unix seconds."""
 PUT: Final[dict[str, Callable[["redis.Redis", str], object]]] = {
     "string": lambda client, key: client.set(key, "x"),
     "list": lambda client, key: client.rpush(key, "x"),
@@ -59,7 +59,7 @@ def make_leases(client: "redis.Redis") -> Leases:
 
 
 class Scene:
-    """A queue that has messages in every phase, of two tenants, and at each of them the worker that holds some."""
+    """A queue of two tenants with messages in every phase, and two workers that hold some of them."""
 
     def __init__(self, client: "redis.Redis") -> None:
         client.flushall()
@@ -80,7 +80,7 @@ class Scene:
         for message, seconds in zip(postponed, (3000, 0), strict=True):
             self.other.postpone(message.lease_id, seconds)
         (dead,) = self.other.fetch(LISTS, 1)
-        self.other.bury(dead.lease_id, DeadLetterReason.REJECTED)
+        self.other.dead_letter(dead.lease_id, DeadLetterReason.REJECTED)
         for step in (0, 1, 3):
             self._push(step, "a", "b")
         self.other.fetch(LISTS, 0)
@@ -94,7 +94,7 @@ class Scene:
             self.client.lpush(LISTS[step], body)
 
     def operate(self) -> None:
-        """Everything that workers and operators do, but for purging, at which errors are theirs to see."""
+        """Do everything that workers and operators do, except purging, whose errors the caller has to see."""
         first, second, third, _ = self.held
         self._acknowledge(first)
         self.holder.release(second.lease_id)
@@ -121,10 +121,10 @@ class Scene:
             if number % 3 == 0:
                 self.other.release(message.lease_id)
             elif number % 3 == 1:
-                self.other.bury(message.lease_id, DeadLetterReason.UNDELIVERABLE, "Error")
+                self.other.dead_letter(message.lease_id, DeadLetterReason.UNDELIVERABLE, "Error")
 
     def drain(self) -> set[bytes]:
-        """All that workers get, once every lease has run out and the dead letters have been sent again."""
+        """Let all leases expire, requeue the dead letters, and return all messages that workers get."""
         got: set[bytes] = set()
         for _ in range(6):
             self.holder.tick()
@@ -149,7 +149,7 @@ def scene_keys(client: "redis.Redis") -> list[str]:
 
 @contextmanager
 def replaced(client: "redis.Redis", key: str, kind: str) -> Iterator[None]:
-    """The key holds something else for a while."""
+    """Give the key a value of another type for a while."""
     kept, seconds = client.dump(key), max(client.pttl(key), 0)
     client.delete(key)
     PUT[kind](client, key)
@@ -177,7 +177,7 @@ def test_no_message_is_lost_while_a_key_has_the_wrong_type(client: "redis.Redis"
             assert left == [], f"{left} left after {key!r} was a {kind}"
 
 
-def test_a_monitor_names_the_queue_whose_key_has_the_wrong_type(client: "redis.Redis") -> None:
+def test_queue_levels_report_the_queue_whose_key_has_the_wrong_type(client: "redis.Redis") -> None:
     Scene(client)
     other = "headrace.other"
     shared = (LEASE_META_KEY, LEASE_REQUESTS_KEY, DEAD_LETTERS_KEY)
@@ -242,7 +242,7 @@ def test_a_message_whose_shared_place_has_the_wrong_type_stays_in_its_list(clien
 
 
 @pytest.mark.parametrize("stored", ["123", '"text"', "null", "[]", "true"])
-def test_a_message_is_not_lost_where_the_one_before_it_is_stored_as_no_map(client: "redis.Redis", stored: str) -> None:
+def test_a_message_is_not_lost_if_the_stored_one_before_it_is_malformed(client: "redis.Redis", stored: str) -> None:
     client.flushall()
     leases = make_leases(client)
     client.lpush(LISTS[0], envelope("first", id="r"))
@@ -253,7 +253,7 @@ def test_a_message_is_not_lost_where_the_one_before_it_is_stored_as_no_map(clien
 
 
 @pytest.mark.parametrize("key", [tenant_ids_key(QUEUE, "a"), waiting_key(QUEUE), LEASES_KEY])
-def test_a_key_of_the_wrong_type_is_reported_where_nothing_can_be_taken(client: "redis.Redis", key: str) -> None:
+def test_a_key_of_the_wrong_type_is_reported_if_nothing_can_be_taken(client: "redis.Redis", key: str) -> None:
     scene = Scene(client)
     with replaced(client, key, "hash"):
         refusals: list[str] = []
@@ -264,7 +264,7 @@ def test_a_key_of_the_wrong_type_is_reported_where_nothing_can_be_taken(client: 
             scene.other.fetch(LISTS, 100)
 
 
-def test_a_server_out_of_memory_costs_no_message(client: "redis.Redis") -> None:
+def test_a_server_out_of_memory_loses_no_message(client: "redis.Redis") -> None:
     scene = Scene(client)
     client.config_set("maxmemory", 1)
     try:
@@ -274,9 +274,9 @@ def test_a_server_out_of_memory_costs_no_message(client: "redis.Redis") -> None:
     assert scene.messages - scene.acked - scene.drain() == set()
 
 
-def test_a_server_that_takes_no_writes_costs_no_message(client: "redis.Redis") -> None:
+def test_a_server_that_refuses_writes_loses_no_message(client: "redis.Redis") -> None:
     scene = Scene(client)
-    client.replicaof("127.0.0.1", "1")  # of nobody: it keeps its data
+    client.replicaof("127.0.0.1", "1")  # it has no master: it keeps its data
     try:
         scene.operate()
     finally:
@@ -316,7 +316,7 @@ GARBAGE: Final = {
         *("headrace:share:clock", "headrace:share:mean"),
     ],
 )
-def test_no_message_is_lost_to_values_that_make_no_sense(client: "redis.Redis", key: str, garbage: str) -> None:
+def test_invalid_values_lose_no_message(client: "redis.Redis", key: str, garbage: str) -> None:
     scene = Scene(client)
     for name in client.hkeys(key):
         client.hset(key, name, GARBAGE[garbage])
@@ -324,7 +324,7 @@ def test_no_message_is_lost_to_values_that_make_no_sense(client: "redis.Redis", 
     assert scene.messages - scene.acked - scene.drain() == set()
 
 
-def test_a_lease_that_does_not_say_its_list_goes_back_to_the_right_one(client: "redis.Redis") -> None:
+def test_a_message_whose_lease_names_no_list_goes_back_to_the_right_one(client: "redis.Redis") -> None:
     scene = Scene(client)
     for meta in (scene.holder.owner + "|", "|", "nobody", ""):
         for message in scene.held:
@@ -335,7 +335,7 @@ def test_a_lease_that_does_not_say_its_list_goes_back_to_the_right_one(client: "
 
 
 @pytest.mark.parametrize("score", ["inf", "-inf", "1e308", "-1e308"])
-def test_no_message_is_lost_to_endless_scores(client: "redis.Redis", score: str) -> None:
+def test_infinite_scores_lose_no_message(client: "redis.Redis", score: str) -> None:
     for key in [name for name in scene_keys(client) if client.type(name) == b"zset"]:
         scene = Scene(client)
         if client.type(key) == b"zset":
@@ -344,7 +344,7 @@ def test_no_message_is_lost_to_endless_scores(client: "redis.Redis", score: str)
         assert scene.messages - scene.acked - scene.drain() == set(), key
 
 
-def test_a_key_that_is_deleted_costs_no_message_that_others_still_hold(client: "redis.Redis") -> None:
+def test_a_deleted_key_loses_no_message_that_other_keys_still_hold(client: "redis.Redis") -> None:
     holds_messages = {LEASE_BODIES_KEY, DEAD_LETTERS_KEY, *LISTS}
     for key in [name for name in scene_keys(client) if name not in holds_messages]:
         scene = Scene(client)
@@ -353,7 +353,7 @@ def test_a_key_that_is_deleted_costs_no_message_that_others_still_hold(client: "
         assert scene.messages - scene.acked - scene.drain() == set(), key
 
 
-def test_strangers_in_keys_of_the_right_type_are_passed_over(client: "redis.Redis") -> None:
+def test_foreign_entries_in_keys_of_the_right_type_are_skipped(client: "redis.Redis") -> None:
     for key in scene_keys(client):
         scene = Scene(client)
         kind = client.type(key).decode()

@@ -51,11 +51,11 @@ def client(redis_server: EmbeddedServer) -> Iterator[Client]:
         yield client
 
 
-def bury(client: Client, redis_client: "redis.Redis", request_id: str) -> None:
+def dead_letter(client: Client, redis_client: "redis.Redis", request_id: str) -> None:
     leases = Leases(redis_client, lease_seconds=60, delivery_limit=5)
     client.submit("the wheel Zanzibar", request_id=request_id, tenant="acme")
     [message] = leases.fetch(queue_lists(queue_name("m")), 1)
-    leases.bury(message.lease_id, DeadLetterReason.POISON)
+    leases.dead_letter(message.lease_id, DeadLetterReason.POISON)
 
 
 def told(answer: httpx2.Response, status: int) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def told(answer: httpx2.Response, status: int) -> dict[str, Any]:
 
 
 def test_an_overview_has_the_state_of_every_queue(ask: Ask, client: Client, redis_client: "redis.Redis") -> None:
-    bury(client, redis_client, "dead")
+    dead_letter(client, redis_client, "dead")
     client.submit("x", priority=3, tenant="acme")
     client.submit("x", tenant="globex")
     Leases(redis_client, lease_seconds=60, delivery_limit=5).fetch(queue_lists(queue_name("m")), 1)
@@ -120,7 +120,7 @@ def test_dead_letters_are_for_admin_keys(ask: Ask, path: str) -> None:
 
 def test_dead_letters_are_listed_without_their_messages(ask: Ask, client: Client, redis_client: "redis.Redis") -> None:
     for request_id in "abc":
-        bury(client, redis_client, request_id)
+        dead_letter(client, redis_client, request_id)
     answer = ask("admin", "/headrace/dead-letters?limit=2")
     assert [letter["request_id"] for letter in answer.json()["data"]] == ["c", "b"]
     assert answer.json()["data"][0]["tenant"] == "acme"
@@ -131,7 +131,7 @@ def test_dead_letters_are_listed_without_their_messages(ask: Ask, client: Client
 
 def test_selected_dead_letters_are_requeued_and_purged(ask: Ask, client: Client, redis_client: "redis.Redis") -> None:
     for request_id in "abc":
-        bury(client, redis_client, request_id)
+        dead_letter(client, redis_client, request_id)
     c, b, a = (letter.letter_id for letter in client.dead_letters())
     assert ask("admin", "/headrace/dead-letters/requeue", {"letter_ids": [a]}).json()["requeued"] == [a]
     assert ask("admin", "/headrace/dead-letters/purge", {"letter_ids": [b, b]}).json()["purged"] == 1

@@ -1,4 +1,4 @@
-"""A connection that is kept, with a pool that counts in place of Redis."""
+"""`HeldConnection` with a fake pool that counts calls."""
 
 from typing import Any
 
@@ -74,12 +74,12 @@ def run(held: HeldConnection) -> Any:
     return held.run(Script(), ["a", 1])  # type: ignore[arg-type]
 
 
-def test_calls_in_a_row_share_a_connection(held: HeldConnection, pool: Pool) -> None:
+def test_consecutive_calls_share_a_connection(held: HeldConnection, pool: Pool) -> None:
     assert [run(held), run(held)] == [("EVALSHA", "5eed", 0, "a", 1)] * 2
     assert (pool.taken, pool.given_back) == (1, 0)
 
 
-def test_after_a_while_the_pool_is_asked_again(held: HeldConnection, pool: Pool, clock: Clock) -> None:
+def test_after_a_while_the_connection_returns_to_the_pool(held: HeldConnection, pool: Pool, clock: Clock) -> None:
     run(held)
     clock.now += HELD_SECONDS
     run(held)
@@ -87,7 +87,7 @@ def test_after_a_while_the_pool_is_asked_again(held: HeldConnection, pool: Pool,
 
 
 @pytest.mark.parametrize("error", [redis.ConnectionError(), redis.ReadOnlyError(), KeyboardInterrupt()])
-def test_an_error_passes_and_no_later_call_reads_what_its_connection_still_brings(
+def test_an_error_passes_and_no_later_call_reads_a_reply_from_its_connection(
     held: HeldConnection, pool: Pool, error: BaseException
 ) -> None:
     pool.error = error
@@ -98,6 +98,6 @@ def test_an_error_passes_and_no_later_call_reads_what_its_connection_still_bring
     assert (pool.taken, pool.given_back, pool.disconnected) == (2, 1, 1)
 
 
-def test_a_script_that_the_server_does_not_know_is_loaded(held: HeldConnection, pool: Pool) -> None:
+def test_a_script_unknown_to_the_server_is_loaded(held: HeldConnection, pool: Pool) -> None:
     pool.error = NoScriptError()
     assert run(held) == ["loaded", "a", 1]

@@ -1,4 +1,4 @@
-"""Keys are declared once; a script that names one wrongly does not load."""
+"""Each key is declared once, and a script with a wrong key name does not load."""
 
 import ast
 import importlib
@@ -40,7 +40,7 @@ def make_schema() -> KeySchema:
     return schema
 
 
-def test_what_is_declared_is_known_of_a_key() -> None:
+def test_a_schema_contains_the_declared_keys() -> None:
     schema = make_schema()
     assert [(key.name, key.pattern, key.type) for key in schema] == [
         ("counts", "h:counts", "hash"),
@@ -59,11 +59,11 @@ def test_two_keys_of_one_name_or_pattern_are_refused() -> None:
 
 
 def test_a_key_without_one_of_its_parts_is_refused() -> None:
-    with pytest.raises(ValueError, match="not each argument stands in the key"):
+    with pytest.raises(ValueError, match="must contain all arguments in their order"):
         make_schema().built("list", ("worker",), "a day")(lambda request_id: "h:list")
 
 
-def test_a_script_gets_what_it_uses_and_no_more() -> None:
+def test_a_script_gets_only_the_names_that_it_uses() -> None:
     body = "-- KEYS: STREAM\n-- ARGV: count, ids[]\nreturn {STREAM, COUNTS, member_key(count, WORD)}"
     lines = compose("x", body, make_schema()).text.removesuffix(body).splitlines()
     assert lines == [
@@ -80,16 +80,16 @@ def test_a_script_gets_what_it_uses_and_no_more() -> None:
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        ("-- KEYS: STREAM, STREAM\n", "KEYS are not names, each once"),
-        ("-- KEYS: STREAM\n-- KEYS: STREAM\n", "KEYS are not names, each once"),
-        ("-- ARGV: count, count[]\n", "ARGV are not names, each once"),
-        ("-- KEYS: MEMBER[], STREAM\n", r"those with \[\] last"),
-        ("-- KEYS: the stream\n", "KEYS are not names"),
-        ("-- KEYS: STREEM\n", "no key STREEM"),
-        ("-- KEYS: COUNTS\n", "no key COUNTS"),
+        ("-- KEYS: STREAM, STREAM\n", "KEYS must be distinct names"),
+        ("-- KEYS: STREAM\n-- KEYS: STREAM\n", "KEYS must be distinct names"),
+        ("-- ARGV: count, count[]\n", "ARGV must be distinct names"),
+        ("-- KEYS: MEMBER[], STREAM\n", "arrays last"),
+        ("-- KEYS: the stream\n", "KEYS must be distinct names"),
+        ("-- KEYS: STREEM\n", "unknown key STREEM"),
+        ("-- KEYS: COUNTS\n", "unknown key COUNTS"),
         ("-- KEYS: MEMBER\nreturn STREAM", "undeclared STREAM"),
-        ("return KEYS[1]", "KEYS by its place"),
-        ("return ARGV[1]", "ARGV by its place"),
+        ("return KEYS[1]", "KEYS by position"),
+        ("return ARGV[1]", "ARGV by position"),
     ],
 )
 def test_a_script_with_a_wrong_name_does_not_load(body: str, problem: str) -> None:
@@ -115,7 +115,7 @@ def modules() -> Iterator[ModuleType]:
                 yield importlib.import_module(found.name)
 
 
-def test_every_call_gives_its_script_the_keys_that_it_names() -> None:
+def test_every_call_passes_the_keys_that_its_script_declares() -> None:
     checked = 0
     for module in modules():
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
@@ -127,20 +127,20 @@ def test_every_call_gives_its_script_the_keys_that_it_names() -> None:
     assert checked > 20
 
 
-def test_scripts_that_share_their_keys_name_the_same() -> None:
+def test_scripts_called_with_the_same_keys_declare_the_same_keys() -> None:
     for module, names in ((claims, "ADD TAKE RENEW PUT_BACK_ALL RELEASE"), (outbox, "PUT NOTE")):
         assert len({getattr(module, f"_{name}").names for name in names.split()}) == 1
 
 
 @pytest.mark.parametrize("path", LUA, ids=lambda path: path.stem)
-def test_scripts_check_for_the_type_that_is_declared(path: Path) -> None:
+def test_scripts_check_for_the_declared_type(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     for name, kind in re.findall(r"problem_of\((\w+?)(?:_key\([^']*\))?, '(\w+)'\)", text):
         if name.lower() in KEYS:
             assert KEYS[name.lower()].type == kind, name
 
 
-def test_no_name_of_a_key_is_written_twice() -> None:
+def test_key_names_are_written_only_where_they_are_declared() -> None:
     written = [path for path in LUA if re.search(r"'(?:headrace|celery-task)", path.read_text(encoding="utf-8"))]
     for package in (*PACKAGES, headrace_workers):
         for path in Path(str(package.__file__)).parent.rglob("*.py"):
@@ -159,7 +159,7 @@ def test_the_keys_of_a_queue_have_their_declared_types() -> None:
     assert len(types) == 9 + 4 + 4 * 5 + 4
 
 
-def test_times_are_shown_for_people() -> None:
+def test_durations_are_shown_in_the_largest_whole_unit() -> None:
     assert [span(seconds) for seconds in (10, 60, 3600, 86_400, 90_000, 38 * 86_400)] == [
         *("10 s", "1 minute", "1 hour", "1 day", "25 hours", "38 days")
     ]

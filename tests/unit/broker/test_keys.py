@@ -20,6 +20,6 @@ def test_the_names_in_redis_do_not_change() -> None:
     ]
 
 
-def test_priorities_are_spelled_as_kombu_spells_them() -> None:
+def test_priority_lists_have_kombus_names() -> None:
     assert kombu_redis.Channel.sep == keys.PRIORITY_SEPARATOR
     assert tuple(kombu_redis.PRIORITY_STEPS) == keys.PRIORITY_STEPS

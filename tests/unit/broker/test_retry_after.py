@@ -1,4 +1,4 @@
-"""When a full queue will have room again."""
+"""The estimate of when a full queue has room again."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def levels(ready: int, age: float | None) -> QueueLevels:
     ("ready", "age", "excess", "expected"),
     [(100, 50.0, 10, 5.0), (100, 50.0, 1, 1.0), (100, None, 1, None), (0, None, 1, None), (10, 1e6, 10, 3600.0)],
 )
-def test_a_queue_moves_as_fast_as_it_moved_while_its_first_request_waited(
+def test_the_estimate_assumes_the_speed_at_which_the_queue_moved_so_far(
     ready: int, age: float | None, excess: int, expected: float | None
 ) -> None:
     assert retry_after(levels(ready, age), excess) == expected

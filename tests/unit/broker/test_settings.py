@@ -46,7 +46,7 @@ def test_weights_of_tenants_are_read_from_one_line() -> None:
         ({"HEADRACE_PREFIX_AFFINITY": "maybe"}, "HEADRACE_PREFIX_AFFINITY must be true or false, not 'maybe'"),
         ({"HEADRACE_AGEING_SECONDS": "-1"}, "ageing_seconds must be between 0"),
         ({"HEADRACE_MAX_QUEUED_REQUESTS_PER_TENANT": "-1"}, "max_queued_requests_per_tenant must be between 0"),
-        ({"HEADRACE_TENANT_WEIGHTS": "acme"}, "tenant_weights must be tenant=weight pairs"),
+        ({"HEADRACE_TENANT_WEIGHTS": "acme"}, "tenant_weights must be comma-separated tenant=weight pairs"),
         ({"HEADRACE_TENANT_WEIGHTS": "acme=1,acme=2"}, "each tenant once"),
         ({"HEADRACE_TENANT_WEIGHTS": "acme=0"}, "the weight of 'acme' must be a number from 0.001 to 1000, not '0'"),
         ({"HEADRACE_TENANT_WEIGHTS": "acme=nan"}, "not 'nan'"),

@@ -267,9 +267,9 @@ class FakeCeleryRequest:
     def finish_as_dead_letter(self, reason: DeadLetterReason, detail: str) -> None:
         self.dead_letter_reason = reason.saying(detail)
 
-    def hand_back(self, *, strike: bool = False, is_preempted: bool = False) -> None:
-        assert not (strike and is_preempted)
-        self.fate.append("preempted" if is_preempted else "handed back with a strike" if strike else "handed back")
+    def hand_back(self, *, is_counted: bool = False, is_preempted: bool = False) -> None:
+        assert not (is_counted and is_preempted)
+        self.fate.append("preempted" if is_preempted else "handed back, counted" if is_counted else "handed back")
 
     def postpone(self, seconds: float, *, keeps_place: bool = False) -> None:
         self.fate.append(f"postponed by {seconds:.0f} s" + (" at its place" if keeps_place else ""))

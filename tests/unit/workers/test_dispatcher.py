@@ -150,7 +150,7 @@ def test_the_death_of_a_loading_engine_counts_against_no_request(desk: Desk) -> 
     assert desk.given_up == ["it died too often"]
     assert desk.dispatcher.credit() == 0
     assert desk.dispatcher.hand_back() == 1
-    assert request.fate == ["accepted", "handed back with a strike"]
+    assert request.fate == ["accepted", "handed back, counted"]
 
 
 def test_requests_are_handed_back_last_first(desk: Desk) -> None:
@@ -239,7 +239,7 @@ def test_a_fenced_request_is_left_to_its_new_worker(desk: Desk) -> None:
     desk.assert_idle()
     assert desk.results == {}
     # If the lease was lost, handing back does nothing. If not, another client than a worker wrote to the stream.
-    assert request.fate == ["accepted", "handed back with a strike"]
+    assert request.fate == ["accepted", "handed back, counted"]
 
 
 def test_no_credit_is_given_while_requests_wait_in_the_engine(desk: Desk) -> None:
@@ -487,7 +487,7 @@ REFUSED = redis.ResponseError("NOAUTH or whatever it says")
 def test_a_single_refused_stream_counts_against_its_request_and_blocks_no_other(desk: Desk) -> None:
     desk.redis.error, desk.redis.refuses_all = REFUSED, False
     request = desk.accept(FakeCeleryRequest())
-    assert request.fate == ["handed back with a strike"]
+    assert request.fate == ["handed back, counted"]
     assert desk.value("headrace_queue_returned_messages_total", reason="stream_refused") == 1
     desk.redis.error = None
     desk.assert_idle()
@@ -507,7 +507,7 @@ def test_a_stream_that_repeatedly_loses_entries_counts_against_its_request(desk:
     desk.redis.streams["headrace:stream:r1"] = [(0, 0, "start", {"worker": "one that nobody knows"})]
     desk.generate(14)
     desk.assert_idle()
-    assert request.fate == ["accepted", "handed back with a strike"]
+    assert request.fate == ["accepted", "handed back, counted"]
     assert desk.value("headrace_queue_returned_messages_total", reason="rolled_back") == 1
 
 

@@ -31,11 +31,11 @@ def leases(redis_client: "redis.Redis") -> Leases:
     return Leases(redis_client, lease_seconds=600, delivery_limit=5)
 
 
-def bury(client: Client, leases: Leases, *request_ids: str, detail: str = "killed") -> None:
+def dead_letter(client: Client, leases: Leases, *request_ids: str, detail: str = "killed") -> None:
     for request_id in request_ids:
         client.submit("the wheel Zanzibar", request_id=request_id)
         [message] = leases.fetch(queue_lists(queue_name(MODEL)), 1)
-        leases.bury(message.lease_id, DeadLetterReason.POISON, detail)
+        leases.dead_letter(message.lease_id, DeadLetterReason.POISON, detail)
 
 
 def open_queue(page: Page, scripted: ScriptedGateway, key: str = "") -> None:
@@ -110,7 +110,7 @@ def test_the_page_polls_again_only_after_a_slow_response(page: Page, scripted: S
 def test_an_administrator_requeues_and_purges_dead_letters_after_confirming(
     page: Page, replicas: MakeReplicas, client: Client, leases: Leases
 ) -> None:
-    bury(client, leases, "a", "b", "c", "d", detail="<img src=x onerror=alert(1)>")
+    dead_letter(client, leases, "a", "b", "c", "d", detail="<img src=x onerror=alert(1)>")
     [gateway] = replicas(1, keys=KEYS)
     open_queue(page, gateway, "sk-admin")
     rows = page.locator("#dead-table tbody tr")
@@ -138,7 +138,7 @@ def test_an_administrator_requeues_and_purges_dead_letters_after_confirming(
 def test_other_keys_see_no_tenants_workers_or_dead_letters(
     watched: Watched, replicas: MakeReplicas, client: Client, leases: Leases, script: Script
 ) -> None:
-    bury(client, leases, "a")
+    dead_letter(client, leases, "a")
     [gateway] = replicas(1, keys=KEYS)
     open_queue(watched.page, gateway, "sk-team")
     expect(watched.page.locator("#queue-table")).to_contain_text(MODEL)

@@ -1,7 +1,7 @@
 -- Moves one message to the dead letters.
 -- ARGV: owner, id, reason
--- Returns {list, body, deliveries, the request id that was bound to it or ''}, or nothing where the lease was no longer
--- the owner's.
+-- Returns {list, body, deliveries, the request id that was bound to it or ''}, or nothing if the owner has lost the
+-- lease.
 local list = owned_list(id, owner)
 if not list then return false end
 local body = redis.call('HGET', LEASE_BODIES, id)
@@ -10,5 +10,5 @@ local record = record_of(id)
 revoke(id)
 forget(id)
 redis.call('HDEL', LEASE_DELIVERIES, id)
-bury(body, list, deliveries, reason)
+dead_letter(body, list, deliveries, reason)
 return {list, body, deliveries, record and record.request or ''}

@@ -6,22 +6,22 @@ from typing import Any
 
 import pytest
 
-from headrace_broker import doorbell
-from headrace_broker.doorbell import DoorbellPoller
+from headrace_broker import blocking_wait
+from headrace_broker.blocking_wait import WaitPoller
 
 
-def poller_of(*descriptors: int) -> DoorbellPoller:
-    poller = DoorbellPoller()
+def poller_of(*descriptors: int) -> WaitPoller:
+    poller = WaitPoller()
     poller._fd_to_chan = dict.fromkeys(descriptors, (None, "BRPOP"))
     return poller
 
 
-def test_what_the_event_loop_reads_is_not_added_again() -> None:
+def test_a_descriptor_that_the_event_loop_reads_is_not_added_again() -> None:
     def read() -> None: ...
 
     readers: dict[int, tuple[Any, ...]] = {}
     poller = poller_of(3, 4)
-    poller.read_by(read, readers)
+    poller.set_readers(read, readers)
     assert set(poller.fds) == {3, 4}
     readers[3] = (read, (3,))
     assert set(poller.fds) == {4}
@@ -32,7 +32,7 @@ def test_a_descriptor_that_the_loop_forgot_or_reads_for_another_is_added() -> No
 
     readers: dict[int, tuple[Any, ...]] = {3: (read, (3,)), 4: (print, ())}
     poller = poller_of(3, 4)
-    poller.read_by(read, readers)
+    poller.set_readers(read, readers)
     del readers[3]
     assert set(poller.fds) == {3, 4}
 
@@ -41,48 +41,48 @@ class FakeChannel:
     def __init__(self, can_consume: Callable[[], bool]) -> None:
         self.qos = SimpleNamespace(can_consume=can_consume)
 
-    def on_doorbell(self, _bell: object) -> bool:
+    def on_wait(self, _wait: object) -> bool:
         return False
 
-    def await_left_better(self) -> None:
-        """Its fetches leave nothing."""
+    def schedule_remaining_preempting(self) -> None:
+        """Do nothing: its fetches leave no messages."""
 
 
 class Watched:
-    """A poller with one channel, on a clock that the test sets; counts how often all connections are looked through."""
+    """A poller with one channel, on a clock that the test sets. It counts the checks of all connections."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.credit, self.looks = 100.0, True, 0
-        monkeypatch.setattr(doorbell.time, "monotonic", lambda: self.now)
-        self.poller = DoorbellPoller()
+        self.now, self.credit, self.checks = 100.0, True, 0
+        monkeypatch.setattr(blocking_wait.time, "monotonic", lambda: self.now)
+        self.poller = WaitPoller()
         self.poller.add(FakeChannel(lambda: self.credit))
 
-    def looks_in_turns(self, turns: int = 1) -> int:
-        before = self.looks
+    def checks_in_turns(self, turns: int = 1) -> int:
+        before = self.checks
         for _ in range(turns):
-            self.poller.prepare(self._look)
-        return self.looks - before
+            self.poller.prepare(self._check)
+        return self.checks - before
 
-    def _look(self) -> None:
-        self.looks += 1
+    def _check(self) -> None:
+        self.checks += 1
 
     def read(self) -> None:
-        """What the event loop calls where a doorbell is answered."""
+        """Do what the event loop does when Redis answers a blocking wait."""
         channel = FakeChannel(lambda: True)
-        bell = object.__new__(doorbell.Doorbell)
-        self.poller._fd_to_chan[9] = (channel, bell)
+        wait = object.__new__(blocking_wait.BlockingWait)
+        self.poller._fd_to_chan[9] = (channel, wait)
         self.poller.on_readable(9)
 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     watched = Watched(monkeypatch)
-    assert watched.looks_in_turns() == 1
+    assert watched.checks_in_turns() == 1
     return watched
 
 
-def test_turns_in_which_nothing_was_read_look_through_no_connection(watched: Watched) -> None:
-    assert watched.looks_in_turns(5) == 0
+def test_turns_without_a_read_check_no_connection(watched: Watched) -> None:
+    assert watched.checks_in_turns(5) == 0
 
 
 @pytest.mark.parametrize(
@@ -91,18 +91,18 @@ def test_turns_in_which_nothing_was_read_look_through_no_connection(watched: Wat
         lambda watched: watched.read(),
         lambda watched: setattr(watched, "credit", False),
         lambda watched: watched.poller.add(FakeChannel(lambda: True)),
-        lambda watched: setattr(watched, "now", watched.now + doorbell._LOOK_SECONDS),
+        lambda watched: setattr(watched, "now", watched.now + blocking_wait._CHECK_SECONDS),
     ],
-    ids=["a connection was read", "the credit is used up", "a channel came", "a second has passed"],
+    ids=["a connection was read", "the credit is used up", "a channel was added", "a second has passed"],
 )
-def test_all_connections_are_looked_through_before_the_next_wait_where(
+def test_all_connections_are_checked_before_the_next_poll_if(
     watched: Watched, happens: Callable[[Watched], object]
 ) -> None:
     happens(watched)
-    assert watched.looks_in_turns(3) == 1
+    assert watched.checks_in_turns(3) == 1
 
 
-def test_a_look_that_failed_is_taken_again(watched: Watched) -> None:
+def test_a_failed_check_is_repeated(watched: Watched) -> None:
     watched.read()
 
     def lost() -> None:
@@ -110,4 +110,4 @@ def test_a_look_that_failed_is_taken_again(watched: Watched) -> None:
 
     with pytest.raises(ConnectionError):
         watched.poller.prepare(lost)
-    assert watched.looks_in_turns() == 1
+    assert watched.checks_in_turns() == 1

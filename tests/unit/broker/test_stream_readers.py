@@ -47,8 +47,8 @@ def begin(readers: Readers, request_id: str, abandon_after: float | None) -> Non
 def asked(readers: Readers) -> list[str]:
     """Keys of the questions, and of the touches before them."""
     pipe = Mock()
-    if readers.has_questions():
-        readers.ask(pipe)
+    if readers.needs_checks():
+        readers.add_checks(pipe)
     return [call.args[0] for call in pipe.method_calls]
 
 

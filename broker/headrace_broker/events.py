@@ -77,14 +77,14 @@ class EndEvent:
 StreamEvent: TypeAlias = StartEvent | ChunkEvent | EndEvent
 
 
-class _PackerOfThread(threading.local):
+class _ThreadPacker(threading.local):
     """Holds one packer per thread. Making one can cost more than packing a chunk, and threads cannot share one."""
 
     def __init__(self) -> None:
         self.pack: Final = msgpack.Packer(use_bin_type=False).pack
 
 
-_packer: Final = _PackerOfThread()
+_packer: Final = _ThreadPacker()
 
 
 def pack(data: Any) -> bytes:

@@ -56,7 +56,7 @@ class IdempotencyKeys:
 
     def mark_sent(self, submissions: Iterable[Submission]) -> None:
         """Mark the keys of these submissions as sent: they are in their queues."""
-        names = [_name(submission) for submission in submissions if "idempotency_key" in submission.headers]
+        names = [_redis_key(submission) for submission in submissions if "idempotency_key" in submission.headers]
         if names:
             with self._client.pipeline(transaction=False) as pipe:
                 for name in names:
@@ -64,12 +64,12 @@ class IdempotencyKeys:
                 pipe.execute()
 
     def _is_known(self, submission: Submission) -> bool:
-        return "idempotency_key" in submission.headers and bool(self._client.exists(_name(submission)))
+        return "idempotency_key" in submission.headers and bool(self._client.exists(_redis_key(submission)))
 
     def _bind(self, submission: Submission) -> tuple[str, bool]:
         fingerprint = _fingerprint(submission)
         args: list[str | int] = [submission.request_id, fingerprint, IDEMPOTENCY_SECONDS]
-        known: Any = self._claim(keys=_CLAIM.keys(idempotency=_name(submission)), args=args)
+        known: Any = self._claim(keys=_CLAIM.keys(idempotency=_redis_key(submission)), args=args)
         request_id, known_fingerprint, sent = (value.decode() for value in known)
         if known_fingerprint != fingerprint:
             key = submission.headers["idempotency_key"]
@@ -80,7 +80,7 @@ class IdempotencyKeys:
         return request_id, sent == "1"
 
 
-def _name(submission: Submission) -> str:
+def _redis_key(submission: Submission) -> str:
     """Return the Redis key. It has a digest, because idempotency keys and tenants are free text."""
     parts = [submission.model, submission.headers.get("tenant"), submission.headers["idempotency_key"]]
     tenant = submission.headers.get("tenant", "")

@@ -63,7 +63,7 @@ class Usage:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Self:
-        with _Shape("usage"):
+        with _Decoding("usage"):
             return cls(int(wire["prompt_tokens"]), int(wire["cached_tokens"]), int(wire["completion_tokens"]))
 
 
@@ -79,7 +79,7 @@ class ErrorInfo:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Self:
-        with _Shape("error"):
+        with _Decoding("error"):
             return cls(str(wire["code"]), str(wire["message"]))
 
 
@@ -106,7 +106,7 @@ class CompletionOutput:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Self:
-        with _Shape("output"):
+        with _Decoding("output"):
             return cls(
                 index=int(wire["index"]),
                 text=wire["text"],
@@ -138,7 +138,7 @@ class GenerateResult:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Self:
-        with _Shape("result"):
+        with _Decoding("result"):
             return cls(
                 request_id=str(wire["request_id"]),
                 outputs=[CompletionOutput.from_wire(output) for output in wire["outputs"]],
@@ -195,7 +195,7 @@ def _candidates(wire: Sequence[Sequence[Any]], own_bytes: Sequence[Any] | None) 
     return [Logprob(*[*candidate, None if data is None else bytes(data)]) for candidate, data in pairs]
 
 
-class _Shape:
+class _Decoding:
     """A context manager that converts errors of reading a map to a MalformedEntryError that names the map."""
 
     def __init__(self, noun: str) -> None:

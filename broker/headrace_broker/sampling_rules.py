@@ -58,16 +58,16 @@ def _boolean(value: Any) -> str | None:
     return None if isinstance(value, bool) else f"must be true or false, not {shown(value)}"
 
 
-def _strings(most: int, most_chars: int) -> Rule:
+def _strings(max_count: int, max_chars: int) -> Rule:
     def rule(value: Any) -> str | None:
         strings = [value] if isinstance(value, str) else value
         if not isinstance(strings, (list, tuple)):
             return f"must be a string or a list of strings, not {shown(value)}"
-        if len(strings) > most:
-            return f"must hold at most {most} strings, not {len(strings)}"
+        if len(strings) > max_count:
+            return f"must hold at most {max_count} strings, not {len(strings)}"
         for string in strings:
-            if not isinstance(string, str) or not 1 <= len(string) <= most_chars:
-                return f"must hold strings of 1 to {most_chars} characters, not {shown(string)}"
+            if not isinstance(string, str) or not 1 <= len(string) <= max_chars:
+                return f"must hold strings of 1 to {max_chars} characters, not {shown(string)}"
             if not is_unicode(string):
                 return "must hold valid Unicode text, without lone surrogates"
         return None
@@ -75,12 +75,12 @@ def _strings(most: int, most_chars: int) -> Rule:
     return rule
 
 
-def _token_ids(most: int, *, least: int = 0) -> Rule:
+def _token_ids(max_count: int, *, min_count: int = 0) -> Rule:
     def rule(value: Any) -> str | None:
         if not isinstance(value, (list, tuple)):
             return f"must be a list of token ids, not {shown(value)}"
-        if not least <= len(value) <= most:
-            return f"must hold {f'{least} to' if least else 'at most'} {most} token ids, not {len(value)}"
+        if not min_count <= len(value) <= max_count:
+            return f"must hold {f'{min_count} to' if min_count else 'at most'} {max_count} token ids, not {len(value)}"
         return token_id_problem(value)
 
     return rule
@@ -161,7 +161,7 @@ SAMPLING_RULES: Final[Mapping[str, Rule]] = {
     "frequency_penalty": _number(-2, 2),
     "repetition_penalty": _number(0, above=True),
     "logit_bias": _logit_bias,
-    "allowed_token_ids": _token_ids(MAX_ALLOWED_TOKEN_IDS, least=1),
+    "allowed_token_ids": _token_ids(MAX_ALLOWED_TOKEN_IDS, min_count=1),
     "bad_words": _strings(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
     "repetition_detection": _repetition_detection,
     "detokenize": _boolean,

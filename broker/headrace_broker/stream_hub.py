@@ -1,4 +1,4 @@
-"""Reads many streams over one connection, for servers with many subscribers. Streams may be added and removed any time.
+"""Reads many streams over one connection, for servers with many subscribers, which can come and go during a read.
 
 With a reader for each stream, 64 streams take 64 reads for each step of the engine; the hub takes one.
 """

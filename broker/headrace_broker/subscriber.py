@@ -58,7 +58,7 @@ def read_streams(
 async def read_stream_async(
     client: "redis.asyncio.Redis", request_id: str, *, last_id: str | None = BEGINNING, timeout: float | None = None
 ) -> AsyncIterator[StreamEvent]:
-    """Do what `read_stream` does, for asyncio; `client` comes from `connections.connect_async`."""
+    """Yield events as `read_stream` does, for asyncio; `client` comes from `connections.connect_async`."""
     async for _request_id, event in read_streams_async(client, {request_id: last_id}, timeout=timeout):
         if isinstance(event, StreamExpiredError):
             raise event
@@ -68,7 +68,7 @@ async def read_stream_async(
 async def read_streams_async(
     client: "redis.asyncio.Redis", last_ids: Mapping[str, str | None], *, timeout: float | None = None
 ) -> AsyncIterator[tuple[str, StreamEvent | StreamExpiredError]]:
-    """Do what `read_streams` does, for asyncio."""
+    """Yield events of many streams as `read_streams` does, for asyncio."""
     readers = Readers(last_ids, timeout)
     while readers:
         for event in readers.received(await execute_async(client, readers.commands())):

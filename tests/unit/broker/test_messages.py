@@ -1,4 +1,4 @@
-"""What a request message may hold, and how bad ones are refused."""
+"""Valid and invalid request messages."""
 
 from typing import Any
 
@@ -125,7 +125,7 @@ def test_numbers_and_arrays_of_numpy_are_sent_as_plain_ones() -> None:
 
 
 @given(HOSTILE)
-def test_whatever_a_stranger_sends_is_parsed_or_refused(kwargs: dict[str, Any]) -> None:
+def test_any_input_is_parsed_or_refused(kwargs: dict[str, Any]) -> None:
     try:
         request = GenerateRequest.parse(kwargs)
     except InvalidRequestError:
@@ -134,7 +134,7 @@ def test_whatever_a_stranger_sends_is_parsed_or_refused(kwargs: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("kwargs", [None, 7, "text", [], [("prompt", "x")]])
-def test_a_request_that_is_no_map_is_refused(kwargs: Any) -> None:
+def test_a_request_that_is_not_a_map_is_refused(kwargs: Any) -> None:
     assert "must be a map" in problems_of(kwargs)[0]
 
 
@@ -155,7 +155,7 @@ def test_all_problems_are_reported_at_once() -> None:
         ({"prompt": "a", "prompt_token_ids": [1]}, "not prompt and prompt_token_ids"),
     ],
 )
-def test_exactly_one_kind_of_prompt_is_demanded(kwargs: dict[str, Any], found: str) -> None:
+def test_exactly_one_kind_of_prompt_is_required(kwargs: dict[str, Any], found: str) -> None:
     assert found in problems_of(kwargs)[0]
 
 
@@ -224,12 +224,12 @@ def test_exactly_one_kind_of_prompt_is_demanded(kwargs: dict[str, Any], found: s
         ({"prompt": "x", "sampling_params": [1]}, "sampling_params must be a map, not list"),
     ],
 )
-def test_a_prompt_outside_the_contract_is_refused_with_its_limit(kwargs: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_prompt_is_refused_with_its_limit(kwargs: dict[str, Any], complaint: str) -> None:
     assert any(complaint in problem for problem in problems_of(kwargs))
 
 
 @pytest.mark.parametrize("name", ["sql", "a.b-c_d", "7", "x" * 128, "a..b"])
-def test_an_adapter_is_asked_for_by_its_name(name: str) -> None:
+def test_an_adapter_is_requested_by_name(name: str) -> None:
     request = GenerateRequest.parse({"prompt": "x", "lora": name})
     assert request.lora == name
     assert GenerateRequest.parse(request.to_kwargs()) == request
@@ -240,7 +240,7 @@ def test_an_adapter_is_asked_for_by_its_name(name: str) -> None:
     ["", ".", "..", "../x", "/x", "a/b", "a\\b", ".hidden", "-x", "x" * 129, "a b", "a\n", "a\0", "é", 5, ["a"], b"a"],
     ids=repr,
 )
-def test_nothing_that_could_be_a_path_names_an_adapter(name: Any) -> None:
+def test_a_path_is_not_an_adapter_name(name: Any) -> None:
     assert any("lora must be 1 to 128 of the characters" in problem for problem in problems_of({"lora": name}))
 
 

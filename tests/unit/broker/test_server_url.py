@@ -1,4 +1,4 @@
-"""`ServerUrl`: every form of the queue's address, in one spelling, and what is refused at the door."""
+"""`ServerUrl`: every form of the queue's address, its normalised spelling, and invalid URLs."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from headrace_broker.settings import BrokerSettings
         ("sentinels://a?master=m", "sentinels://a/0?master=m&ssl_cert_reqs=required"),
     ],
 )
-def test_every_form_has_one_spelling_which_is_understood_again(given: str, understood: str) -> None:
+def test_every_form_is_normalised_to_a_url_that_parses_again(given: str, understood: str) -> None:
     assert ServerUrl.parse(given).text == understood
     assert ServerUrl.parse(understood).text == understood
 
@@ -39,7 +39,7 @@ def test_sentinels_are_listed_with_commas() -> None:
     assert server.connection_options == {"db": 4, "username": "user", "password": "p@ss"}
 
 
-def test_over_tls_the_sentinels_are_asked_over_tls_too(tmp_path: Path) -> None:
+def test_with_tls_the_sentinels_use_tls_too(tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     ca.touch()
     server = ServerUrl.parse(f"sentinels://a/0?master=m&ssl_ca_certs={ca}&ssl_check_hostname=False")
@@ -75,7 +75,7 @@ def test_over_tls_the_sentinels_are_asked_over_tls_too(tmp_path: Path) -> None:
         ("sentinel:///0?master=m", "must look like"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(url: str, complaint: str) -> None:
+def test_an_invalid_url_is_refused_with_the_reason(url: str, complaint: str) -> None:
     with pytest.raises(SettingsError, match=complaint):
         ServerUrl.parse(url)
 
@@ -104,7 +104,7 @@ def test_a_password_in_a_wrong_place_is_refused_and_not_shown(url: str, complain
     assert error.value.__cause__ is None
 
 
-def test_a_password_of_any_characters_is_read_where_it_is_encoded() -> None:
+def test_an_encoded_password_may_have_any_characters() -> None:
     assert ServerUrl.parse("redis://u:%40%3A%2F%3F%23%25@queue/0").password == "@:/?#%"
 
 

@@ -1,4 +1,4 @@
-"""Calls of a tokenizer end in time, also where a cancellation is lost, as asyncio.wait_for of Python 3.11 does."""
+"""Tokenizer calls time out even if a cancellation is lost, as in asyncio.wait_for of Python 3.11."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from headrace_broker.tokenizer_calls import MAX_CALLS_PER_CLIENT, MAX_CALLS_PER_
 
 
 class LosingClient:
-    """Nobody answers, and the cancellation is lost that comes while this command is under way."""
+    """Never answers, and loses a cancellation that arrives during the given command."""
 
     def __init__(self, losing: str) -> None:
         self.losing = losing
@@ -30,7 +30,7 @@ class LosingClient:
         await self._lose("blpop")
 
     async def _lose(self, command: str) -> None:
-        assert not self.has_lost, "it waits again after its time"
+        assert not self.has_lost, "it waits again after its timeout"
         if command == self.losing:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
@@ -38,7 +38,7 @@ class LosingClient:
 
 
 @pytest.mark.parametrize("losing", ["push", "blpop"])
-async def test_calls_fail_in_time_though_their_cancellation_was_lost(losing: str) -> None:
+async def test_calls_time_out_although_their_cancellation_was_lost(losing: str) -> None:
     client: Any = LosingClient(losing)
     tokenizer = TokenizerClient(client, seconds=0.05)
     async with asyncio.timeout(60):
@@ -47,7 +47,7 @@ async def test_calls_fail_in_time_though_their_cancellation_was_lost(losing: str
     assert {type(error) for error in ended} == {TokenizerCallError}
 
 
-async def test_calls_of_one_key_keep_no_others_out() -> None:
+async def test_calls_of_one_key_do_not_block_other_keys() -> None:
     pushed: list[bytes] = []
 
     class SilentClient(LosingClient):

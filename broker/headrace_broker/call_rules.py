@@ -28,7 +28,7 @@ def check_timeout(timeout: object) -> None:
         return
     is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if not (is_number and is_finite(timeout) and timeout >= 0):  # type: ignore[arg-type,operator]
-        raise InvalidRequestError([f"timeout must be at least 0 seconds, or None, not {shown(timeout)}"])
+        raise InvalidRequestError([f"timeout must be a number of seconds, at least 0, or None, not {shown(timeout)}"])
 
 
 def check_last_id(last_id: object) -> str:

@@ -56,7 +56,7 @@ class Subscription:
         """Wait for events and return all that have arrived, as (request id, event); none after `timeout` seconds.
 
         The last event of a stream is its EndEvent, or a StreamExpiredError if it has expired. Raises redis-py's errors
-        if Redis is unreachable for longer than the hub's `patience`.
+        if Redis is unreachable for longer than the hub's `max_outage_seconds`.
         """
         if not self._events and self._error is None:
             if self._is_paused:
@@ -111,14 +111,14 @@ class StreamHub:
 
     Args:
         client: from `connections.connect_async`.
-        patience: seconds for which Redis may be unreachable before `take` raises.
+        max_outage_seconds: seconds for which Redis may be unreachable before `take` raises.
     """
 
-    def __init__(self, client: "redis.asyncio.Redis", *, patience: float = 30.0, subscriber: int = 1) -> None:
+    def __init__(self, client: "redis.asyncio.Redis", *, max_outage_seconds: float = 30.0, subscriber: int = 1) -> None:
         self._client: Final = client
-        self._subscriber: Final = subscriber
+        self._number: Final = subscriber
         """Which of a stream's subscribers this hub has: the first, the second and so on."""
-        self._patience: Final = patience
+        self._max_outage: Final = max_outage_seconds
         self._key: Final = hub_key(uuid.uuid4().hex)
         self._readers: Final = Readers({}, None)
         self._readers.wake = (self._key, BEGINNING)
@@ -152,10 +152,10 @@ class StreamHub:
         """
         last_ids = check_last_ids(last_ids)
         if any(request_id in self._subscriptions for request_id in last_ids):
-            if self._subscriber == MAX_SUBSCRIBERS:
+            if self._number == MAX_SUBSCRIBERS:
                 raise TooManySubscribersError(MAX_SUBSCRIBERS)
             if self._next is None:
-                self._next = StreamHub(self._client, patience=self._patience, subscriber=self._subscriber + 1)
+                self._next = StreamHub(self._client, max_outage_seconds=self._max_outage, subscriber=self._number + 1)
             async with self._next.subscribe(last_ids) as subscription:
                 yield subscription
             return
@@ -219,7 +219,7 @@ class StreamHub:
             except (*REDIS_ERRORS, HeadraceBrokerError) as error:
                 now = time.monotonic()
                 away_since = now if away_since is None else away_since
-                if isinstance(error, CONNECTION_ERRORS) and now - away_since < self._patience:
+                if isinstance(error, CONNECTION_ERRORS) and now - away_since < self._max_outage:
                     await asyncio.sleep(_RETRY_SECONDS)
                     continue
                 away_since = None

@@ -16,8 +16,8 @@ from headrace_broker.stream_hub import MAX_SUBSCRIBERS, StreamHub, Subscription
 from headrace_broker.streams import StreamWrite, StreamWriter
 from service.servers import make_server
 
-PATIENCE = 30.0
-"""Seconds that only a failure takes in full."""
+TIMEOUT = 30.0
+"""Seconds; only a failing test waits that long."""
 
 
 @pytest.fixture
@@ -26,9 +26,9 @@ def writer(redis_client: "redis.Redis") -> StreamWriter:
 
 
 @asynccontextmanager
-async def running_hub(url: str, *, patience: float = PATIENCE) -> AsyncIterator[StreamHub]:
+async def running_hub(url: str, *, max_outage: float = TIMEOUT) -> AsyncIterator[StreamHub]:
     async with connect_async(url) as connection:
-        hub = StreamHub(connection, patience=patience)
+        hub = StreamHub(connection, max_outage_seconds=max_outage)
         try:
             yield hub
         finally:
@@ -49,7 +49,7 @@ async def take_until(subscription: Subscription, offset: int, *, end: bool = Fal
     taken: list[int] = []
     has_ended = False
     while not (has_ended if end else taken and taken[-1] >= offset):
-        events = await subscription.take(PATIENCE)
+        events = await subscription.take(TIMEOUT)
         assert events, f"nothing came behind {taken[-1:]}"
         taken += [event.offset for _, event in events if isinstance(event, ChunkEvent)]
         has_ended |= any(isinstance(event, EndEvent) for _, event in events)
@@ -58,7 +58,7 @@ async def take_until(subscription: Subscription, offset: int, *, end: bool = Fal
 
 async def wait_blocked(client: "redis.Redis") -> None:
     """Wait until the hub blocks in Redis."""
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT):
         while not client.info("clients")["blocked_clients"]:
             await asyncio.sleep(0.01)
 
@@ -142,7 +142,7 @@ async def test_an_expired_stream_is_reported_and_the_others_continue(
         hub.subscribe({"gone": "0-0"}) as gone,
         hub.subscribe({"late": "0-0"}) as late,
     ):
-        ((name, event),) = await gone.take(PATIENCE)
+        ((name, event),) = await gone.take(TIMEOUT)
         assert (name, type(event)) == ("gone", StreamExpiredError)
         assert gone.request_ids == []
         write(writer, "late", 1, 2, end=True)
@@ -159,27 +159,27 @@ async def test_a_malformed_entry_fails_only_its_own_subscriber(
         hub.subscribe({"bad": "0-0"}) as bad,
     ):
         with pytest.raises(MalformedEntryError):
-            await bad.take(PATIENCE)
+            await bad.take(TIMEOUT)
         write(writer, "good", 1, 2, end=True)
         assert await take_until(good, 2, end=True) == [1, 2]
 
 
-@pytest.mark.parametrize("patience", [PATIENCE, 0.0])
-async def test_subscribers_get_an_error_only_if_redis_is_away_beyond_the_patience(patience: float) -> None:
+@pytest.mark.parametrize("max_outage", [TIMEOUT, 0.0])
+async def test_subscribers_get_an_error_only_after_the_longest_allowed_outage(max_outage: float) -> None:
     with make_server(appendonly=True) as server, redis.Redis.from_url(server.url, protocol=2) as client:
         write(StreamWriter(client, 60), "r", 1, 3)
-        async with running_hub(server.url, patience=patience) as hub:
+        async with running_hub(server.url, max_outage=max_outage) as hub:
             async with hub.subscribe({"r": "0-0"}) as subscription:
                 assert await take_until(subscription, 3) == [1, 2, 3]
                 await wait_blocked(client)
-                taking = asyncio.create_task(subscription.take(PATIENCE))
+                taking = asyncio.create_task(subscription.take(TIMEOUT))
                 await asyncio.to_thread(server.kill)
-                if patience == 0:
+                if max_outage == 0:
                     with pytest.raises(redis.ConnectionError):
                         await taking
                 await asyncio.to_thread(server.start)
                 write(StreamWriter(client, 60), "r", 4, 5, end=True)
-                if patience:
+                if max_outage:
                     events = await taking
                     assert [event.offset for _, event in events if isinstance(event, ChunkEvent)] == [4, 5]
             async with hub.subscribe({"r": "1-2"}) as again:

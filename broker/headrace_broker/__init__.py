@@ -1,4 +1,4 @@
-"""The queue of Headrace as producers and subscribers see it: submit requests, follow their streams, fetch results.
+"""The client side of Headrace's queue: submit requests, follow their streams, fetch results.
 
     from headrace_broker import Client
 
@@ -7,7 +7,7 @@
     for chunk in client.stream(request_id):
         print(chunk.text, end="", flush=True)
 
-Nothing here needs torch. What only a worker needs (`leases`, `transport`) is not imported by this module.
+The package needs no torch. This module does not import the modules that only a worker needs (`leases`, `transport`).
 """
 
 from headrace_broker.app import make_app

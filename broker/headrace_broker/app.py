@@ -21,36 +21,36 @@ _LEASE_TRANSPORTS: Final = {
 }
 
 _PUBLISH_PAUSE: Final = 0.5
-"""The longest pause between two attempts to send a message, seconds."""
+"""The longest pause between two attempts to send a message, in seconds."""
 
-# Celery insists on a default; nothing is ever sent there, as every message names the queue of its model.
+# Celery requires a default queue. It stays empty, because every message names the queue of its model.
 _DEFAULT_QUEUE: Final = f"{QUEUE_PREFIX}default"
 
 
 def make_app(settings: BrokerSettings, *, worker: bool = False, models: Iterable[str] = ()) -> Celery:
-    """A Celery application for the queue.
+    """Make a Celery application for the queue.
 
-    A worker names the `models` whose queues it consumes; it takes messages through the lease transport. A producer's
-    connections give up after some seconds instead of waiting for a dead server.
+    A worker names the `models` whose queues it consumes, and takes messages through the lease transport. A producer's
+    connections time out after a few seconds when the server is dead.
     """
     server = settings.server
     broker, backend = _celery_urls(server, worker=worker)
     app = Celery("headrace", broker=broker, backend=backend, set_as_current=worker)
-    # named in full, as Celery would bind all of them to the exchange of the default one
+    # with explicit exchanges: Celery would bind all queues to the exchange of the default queue
     queues = [Queue(name, Exchange(name), routing_key=name) for name in map(queue_name, models)]
     app.conf.update(
-        # nothing else: pickle would let a producer run code in the worker
+        # no pickle, which would let a producer run code in the worker
         accept_content=list(SERIALIZERS.values()),
         task_serializer="msgpack",
         result_serializer="msgpack",
-        # what Flower and `celery events` read without an application of their own
+        # Flower and `celery events` can read JSON without this application's configuration
         event_serializer="json",
         task_default_queue=queues[0].name if queues else _DEFAULT_QUEUE,
         task_queues=queues or None,
         task_create_missing_queues=False,
         result_expires=settings.result_ttl_seconds,
         broker_connection_timeout=5,
-        # a producer behind Sentinels waits for another master, as the client's reads do
+        # behind Sentinels a producer waits for the next master, as the client's reads do
         task_publish_retry_policy={
             "max_retries": int(FAILOVER_SECONDS / _PUBLISH_PAUSE) if server.kind == "sentinel" else 2,
             "interval_start": 0.1,
@@ -67,18 +67,18 @@ def make_app(settings: BrokerSettings, *, worker: bool = False, models: Iterable
 
 
 def _celery_urls(server: ServerUrl, *, worker: bool) -> tuple[str, str]:
-    """The URLs of broker and backend as Celery spells them."""
+    """Return the URLs of the broker and the result backend in Celery's spelling."""
     match server.kind:
         case "tcp":
             return server.text, server.text
         case "unix":
             socket = f"socket://{server.userinfo}{quote(server.path)}?virtual_host={server.db}"
-            # a scheme with a plus would name the transport, and a worker has one of ours
+            # a scheme with a plus selects kombu's own transport, but a worker uses the lease transport
             return socket if worker else f"redis+{socket}", f"redis+{socket}"
         case "sentinel":
             addresses = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in server.hosts]
             urls = [f"sentinel://{server.userinfo}{address}/{server.db}" for address in addresses]
-            # At a failure kombu goes to the next URL with the transport that the URL names: a worker has one URL alone.
+            # After a failure kombu switches to the transport that the next URL names, so a worker gets only one URL.
             return urls[0] if worker else ";".join(urls), ";".join(urls)
 
 
@@ -96,12 +96,12 @@ _WORKER_CONFIG: Final[dict[str, Any]] = {
     "worker_send_task_events": True,
     "worker_hijack_root_logger": False,
     "worker_cancel_long_running_tasks_on_connection_loss": False,
-    # it sleeps in the signal handler on the thread that renews leases
+    # a soft shutdown sleeps in the signal handler, on the thread that renews leases
     "worker_soft_shutdown_timeout": 0,
     # a worker outlives any outage of its Redis
     "broker_connection_retry_on_startup": True,
     "broker_connection_max_retries": None,
-    # among them a server that is read-only or out of memory for a while
+    # such as those of a server that is read-only or out of memory for a while
     "broker_channel_error_retry": True,
 }
 
@@ -125,7 +125,7 @@ def _worker_options(settings: BrokerSettings) -> dict[str, Any]:
         "ageing_seconds": settings.ageing_seconds,
         "prefix_affinity": settings.prefix_affinity,
         "tenant_quota": settings.max_queued_requests_per_tenant,
-        # kombu's timer for restoring messages drives our reaping
+        # kombu's timer for restoring messages also drives the reaping of expired leases
         "unacked_restore_interval": 1,
         "unacked_restore_throttle": 1,
         "socket_connect_timeout": 5,

@@ -1,4 +1,4 @@
-"""The client for asyncio. `client.py` is the same for threads."""
+"""The client for asyncio. `client.py` has the client for threads."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ from headrace_broker.dead_letters import DeadLetter
 from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
 from headrace_broker.events import ChunkEvent, StreamEvent
 from headrace_broker.keys import result_key, stream_key
-from headrace_broker.listeners import ask_abandon_after, read_abandon_after, touch
+from headrace_broker.listeners import get_abandon_after, read_abandon_after, send_heartbeat
 from headrace_broker.queue_levels import QueueLevels
 from headrace_broker.queue_purge import PurgedMessages
 from headrace_broker.registry import RegisteredModel
@@ -35,7 +35,7 @@ from headrace_broker.subscriber import read_stream_async, read_streams_async
 
 
 class AsyncClient:
-    """`Client` with coroutines and asynchronous iterators. It belongs to one event loop; `aclose` it in the end."""
+    """`Client` with coroutines and asynchronous iterators. It belongs to one event loop. Call `aclose` at the end."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class AsyncClient:
         check_model: bool = True,
         tracer_provider: Any = None,
     ) -> None:
-        # kombu cannot publish asynchronously, so a Client in a thread submits; it does what nobody waits for, too
+        # kombu cannot publish asynchronously, so a Client in a thread submits; it also runs the less frequent calls
         self._client: Final = Client(broker, model=model, check_model=check_model, tracer_provider=tracer_provider)
         self.settings: Final = self._client.settings
         self._redis: Final = connect_async(self.settings.redis_url, retries=READ_RETRIES)
@@ -61,7 +61,7 @@ class AsyncClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Closes all connections."""
+        """Close all connections."""
         await self._redis.aclose()
         await asyncio.to_thread(self._client.close)
 
@@ -92,13 +92,13 @@ class AsyncClient:
     ) -> AsyncIterator[StreamEvent]:
         """See `Client.events`."""
         with unavailable(self.settings, "read a stream"):
-            receiving = self._client.tracing.receiving(check_request_id(request_id))
+            span = self._client.tracing.receiving(check_request_id(request_id))
             try:
                 async for event in read_stream_async(self._redis, request_id, last_id=last_id, timeout=timeout):
-                    receiving.saw(event)
+                    span.record(event)
                     yield event
             finally:
-                receiving.close()
+                span.close()
 
     async def events_many(
         self, request_ids: Iterable[str] | Mapping[str, str | None], *, timeout: float | None = None
@@ -120,14 +120,14 @@ class AsyncClient:
                 while True:
                     async with self._redis.pipeline(transaction=False) as pipe:
                         pipe.get(key)
-                        ask_abandon_after(pipe, request_id)
+                        get_abandon_after(pipe, request_id)
                         meta, listener = await pipe.execute()
                         result = read_result(request_id, meta) if isinstance(meta, bytes) else None
                         if result is not None:
                             return result
                         abandon_after = read_abandon_after(listener) or abandon_after
                         if abandon_after is not None:
-                            touch(pipe, request_id)
+                            send_heartbeat(pipe, request_id)
                             await pipe.execute()
                     left = wait_seconds(deadline, abandon_after)
                     if left <= 0:
@@ -147,7 +147,7 @@ class AsyncClient:
     async def status(self, request_id: str) -> RequestStatus:
         """See `Client.status`."""
         check_request_id(request_id)
-        with unavailable(self.settings, "look at a request"):
+        with unavailable(self.settings, "read the status of a request"):
             return read_status(await self._status(keys=STREAM_STATUS.keys(stream=stream_key(request_id))))
 
     async def queue_levels(self, models: Iterable[str]) -> dict[str, QueueLevels]:

@@ -1,4 +1,4 @@
-"""What the arguments of a client's methods may be. Those of a request itself are checked in `submission.py`."""
+"""Checks of the arguments of the client's methods. `submission.py` checks the request itself."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -15,24 +15,24 @@ _MAX_LETTERS: Final = 1_000_000
 
 
 def check_request_id(request_id: object) -> str:
-    """Check the id of a request. Raises InvalidRequestError."""
+    """Return the request id after checking it. Raises InvalidRequestError."""
     if not is_request_id(request_id):
         limits = f"1 to {MAX_ID_CHARS} characters"
-        raise InvalidRequestError([f"request_id must be text of {limits}, not {shown(request_id)}"])
+        raise InvalidRequestError([f"request_id must be a string of {limits}, not {shown(request_id)}"])
     return request_id
 
 
 def check_timeout(timeout: object) -> None:
-    """Seconds from 0 on, or None for no bound. Raises InvalidRequestError."""
+    """Check that the timeout is at least 0 seconds, or None for no limit. Raises InvalidRequestError."""
     if timeout is None:
         return
     is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if not (is_number and is_finite(timeout) and timeout >= 0):  # type: ignore[arg-type,operator]
-        raise InvalidRequestError([f"timeout must be a number of seconds from 0, or None, not {shown(timeout)}"])
+        raise InvalidRequestError([f"timeout must be a number of seconds, at least 0, or None, not {shown(timeout)}"])
 
 
 def check_last_id(last_id: object) -> str:
-    """The entry behind which to read; None is the beginning. Raises InvalidRequestError."""
+    """Return the id of the entry to read after; None means the beginning. Raises InvalidRequestError."""
     if last_id is None:
         return BEGINNING
     parts = _ENTRY_ID.fullmatch(last_id) if isinstance(last_id, str) else None
@@ -40,14 +40,14 @@ def check_last_id(last_id: object) -> str:
         found = repr(last_id) if isinstance(last_id, str) and len(last_id) <= 50 else shown(last_id)
         raise InvalidRequestError([f"last_id must be an entry id such as 1-17, or None for the beginning, not {found}"])
     if max(map(int, parts.groups())) > _LARGEST_PART:
-        raise InvalidRequestError([f"last_id must have two numbers of at most {_LARGEST_PART}, not {last_id!r}"])
+        raise InvalidRequestError([f"last_id must be two numbers of at most {_LARGEST_PART} each, not {last_id!r}"])
     return "-".join(str(int(part)) for part in parts.groups())
 
 
 def check_last_ids(request_ids: object) -> dict[str, str]:
-    """Where to begin each stream; from its beginning unless the caller says. Raises InvalidRequestError."""
+    """Return the entry id to read after for each stream, by request id. Raises InvalidRequestError."""
     if isinstance(request_ids, bytes) or not isinstance(request_ids, Iterable):
-        raise InvalidRequestError([f"request_ids must be a list of request ids or a map, not {shown(request_ids)}"])
+        raise InvalidRequestError([f"request_ids must be a list or a map of request ids, not {shown(request_ids)}"])
     pairs: Iterable[Any] = ((request_id, None) for request_id in request_ids)
     if isinstance(request_ids, Mapping):
         pairs = request_ids.items()
@@ -55,18 +55,18 @@ def check_last_ids(request_ids: object) -> dict[str, str]:
 
 
 def check_limit(limit: object) -> None:
-    """How many of something to return. Raises InvalidRequestError."""
+    """Check the largest number of items to return. Raises InvalidRequestError."""
     if not (is_integer(limit) and 1 <= limit <= _MAX_LETTERS):  # type: ignore[operator]
         raise InvalidRequestError([f"limit must be an integer from 1 to {_MAX_LETTERS}, not {shown(limit)}"])
 
 
 def check_all(name: str, values: object, kind: type) -> list[Any]:
-    """A list of values that are all of one kind. Raises InvalidRequestError."""
+    """Return the values as a list after checking that each is a `kind`. Raises InvalidRequestError."""
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise InvalidRequestError([f"{name} must be a list of {kind.__name__}, not {shown(values)}"])
     found = list(values)
     for position, value in enumerate(found):
         if not isinstance(value, kind):
-            problem = f"{name} must hold {kind.__name__} only; at position {position} is {shown(value)}"
+            problem = f"{name} must hold {kind.__name__} only, not {shown(value)} at position {position}"
             raise InvalidRequestError([problem])
     return found

@@ -1,4 +1,4 @@
-"""What the messages of a chat and the options of rendering them may hold. The template itself is always the model's."""
+"""Checks of chat messages and of the options for rendering them. The template is always the model's own."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -6,7 +6,7 @@ from typing import Any, Final
 from headrace_broker.value_rules import data_problem, is_unicode, shown
 
 MAX_TEXT_BYTES: Final = 4 * 2**20
-"""Of a prompt, or of everything that a chat says, as UTF-8."""
+"""Limit for a prompt, or for all texts of a chat together, in bytes of UTF-8."""
 MAX_MESSAGES: Final = 4096
 MAX_NAME_CHARS: Final = 200
 MAX_TOOLS: Final = 1024
@@ -19,7 +19,7 @@ _CALL_KEYS: Final = ("id", "type", "index", "function")
 
 
 def messages_problem(messages: object) -> str | None:
-    """What is wrong with the messages of a chat first, or None."""
+    """Return the first problem of the messages of a chat, or None."""
     if not isinstance(messages, (list, tuple)):
         return f"messages must be a list of chat messages, not {shown(messages)}"
     if not 1 <= len(messages) <= MAX_MESSAGES:
@@ -33,11 +33,11 @@ def messages_problem(messages: object) -> str | None:
 
 def _message_problem(position: int, message: object) -> str | None:
     if not isinstance(message, Mapping):
-        return f"messages must hold maps of role and content; the one at position {position} is {shown(message)}"
+        return f"messages must hold maps of role and content, not {shown(message)} at position {position}"
     given = {key: value for key, value in message.items() if value is not None}
     unknown = [str(key)[:40] for key in given if key not in _MESSAGE_KEYS]
     if unknown:
-        return f"messages must hold maps of role and content; the one at position {position} holds {unknown[0]!r}"
+        return f"message {position} has the unknown key {unknown[0]!r}; known are {', '.join(_MESSAGE_KEYS)}"
     problem = name_problem(f"the role of message {position}", given.get("role"))
     problem = problem or _content_problem(position, given)
     for key in ("name", "tool_call_id"):
@@ -52,14 +52,14 @@ def _message_problem(position: int, message: object) -> str | None:
 def _content_problem(position: int, message: Mapping[str, Any]) -> str | None:
     content = message.get("content")
     if isinstance(content, str) or (content is None and message["role"] == "assistant"):
-        return None  # an assistant that calls tools has nothing to say
+        return None  # an assistant message that calls tools may have no content
     if not isinstance(content, (list, tuple)):
         return f"the content of message {position} must be a string or a list of text parts, not {shown(content)}"
     for number, part in enumerate(content):
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         if kind not in _TEXT_PARTS:
             found = kind[:40] if isinstance(kind, str) else shown(kind)
-            return f"part {number} of message {position} is of type {found!r}, but only text is served"
+            return f"part {number} of message {position} is of type {found!r}, but only text is supported"
         if not isinstance(part.get("text") if isinstance(part, Mapping) else part, str):
             return f"part {number} of message {position} must be text, or a map of type and text, not {shown(part)}"
     return None
@@ -86,14 +86,14 @@ def _tool_calls_problem(position: int, calls: object) -> str | None:
 
 
 def options_problems(given: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the options of a chat, where any are given."""
+    """Return every problem of the chat options that are given."""
     problems = [
         f"{key} must be true or false, not {shown(given[key])}"
         for key in ("add_generation_prompt", "continue_final_message")
         if key in given and not isinstance(given[key], bool)
     ]
     if given.get("continue_final_message") is True and given.get("add_generation_prompt", True) is True:
-        problems.append("add_generation_prompt must be false where continue_final_message is true")
+        problems.append("add_generation_prompt must be false when continue_final_message is true")
     tools = given.get("tools", ())
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools):
         problems.append(f"tools must be a list of maps, not {shown(tools)}")
@@ -107,12 +107,12 @@ def options_problems(given: Mapping[str, Any]) -> list[str]:
     elif problem := data_problem("chat_template_kwargs", variables):
         problems.append(problem)
     if "messages" not in given:
-        problems += [f"{key} goes with messages only" for key in CHAT_OPTIONS if key in given]
+        problems += [f"{key} can only be given with messages" for key in CHAT_OPTIONS if key in given]
     return problems
 
 
 def size_problem(key: str, text: str) -> str | None:
-    """Whether a text can travel."""
+    """Return why a text cannot be sent, or None if it can."""
     if not is_unicode(text):
         return f"{key} must be valid Unicode text, without lone surrogates"
     size = len(text.encode())
@@ -120,7 +120,7 @@ def size_problem(key: str, text: str) -> str | None:
 
 
 def texts_of(value: object) -> Iterator[str]:
-    """All texts in lists and maps that `data_problem` has passed, or that hold texts only."""
+    """Yield all strings in nested lists and maps. The value must have passed `data_problem`, or hold only strings."""
     waiting = [value]
     while waiting:
         found = waiting.pop()
@@ -133,7 +133,7 @@ def texts_of(value: object) -> Iterator[str]:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """A message's content as one text."""
+    """Return a message's content as one string."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -141,12 +141,12 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def as_sent(messages: list[Any] | tuple[Any, ...]) -> list[dict[str, Any]]:
-    """The messages as they travel: without what is null."""
+    """Return the messages as they are sent: without keys whose value is null."""
     return [{key: value for key, value in message.items() if value is not None} for message in messages]
 
 
 def name_problem(key: str, name: object) -> str | None:
-    """What is wrong with a short name, such as that of a model, a tenant or a tool."""
+    """Return the problem of a short name, such as the name of a model, a tenant or a tool; None if it is valid."""
     if isinstance(name, str) and 1 <= len(name) <= MAX_NAME_CHARS and name.isprintable():
         return None
     return f"{key} must be a printable string of 1 to {MAX_NAME_CHARS} characters, not {shown(name)}"

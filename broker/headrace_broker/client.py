@@ -1,4 +1,4 @@
-"""The client for producers and subscribers. `async_client.py` is the same for asyncio."""
+"""The client for producers and subscribers. `async_client.py` has the client for asyncio."""
 
 import os
 import threading
@@ -37,7 +37,13 @@ from headrace_broker.errors import (
 from headrace_broker.events import ChunkEvent, StreamEvent
 from headrace_broker.idempotency import IdempotencyKeys
 from headrace_broker.keys import ended_key, queue_name, result_key, stream_key
-from headrace_broker.listeners import ask_abandon_after, begin_listening, read_abandon_after, touch, touch_every
+from headrace_broker.listeners import (
+    get_abandon_after,
+    heartbeat_interval,
+    read_abandon_after,
+    send_heartbeat,
+    start_heartbeats,
+)
 from headrace_broker.messages import TASK_NAME
 from headrace_broker.queue_levels import (
     QueueLevelReader,
@@ -79,10 +85,10 @@ _BATCH: Final = 200
 class Client:
     """Submits requests, follows their token streams and fetches their results. Threads may share it.
 
-    `broker` is a Redis URL or settings; without it, the environment's `HEADRACE_REDIS_URL` counts. `model` is the
-    served name to which requests go unless they name another. With `check_model`, a name that no worker ever served
-    is refused while others are known. `tracer_provider` is OpenTelemetry's, the global one unless given. Every method
-    raises QueueUnavailableError if Redis cannot be reached.
+    `broker` is a Redis URL or settings. Without it, they come from the environment, such as `HEADRACE_REDIS_URL`.
+    `model` is the served name that requests use unless they name another. With `check_model`, a model that no worker
+    ever served is refused, unless no model was ever served at all. `tracer_provider` is OpenTelemetry's; the default is
+    the global one. Every method raises QueueUnavailableError if Redis cannot be reached.
     """
 
     def __init__(
@@ -115,7 +121,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Closes all connections."""
+        """Close all connections."""
         self._app.close()
         self._redis.close()
 
@@ -125,17 +131,17 @@ class Client:
         sampling_params: Mapping[str, Any] | None = None,
         **options: Unpack[SubmitOptions],
     ) -> str:
-        """Puts one request into its model's queue and returns its id.
+        """Put one request into its model's queue and return its id.
 
-        Where a request of the same `idempotency_key`, model and tenant was sent within a day, nothing is sent and its
-        id is returned, whatever became of it. A `request_id` names one request: one that was used is refused.
+        If a request of the same `idempotency_key`, model and tenant was sent within the last day, nothing is sent and
+        the id of that request is returned, whether or not it succeeded. A `request_id` that was used is refused.
 
-        Exactly one of `prompt`, `messages` and `prompt_token_ids` must be given. Raises InvalidRequestError with
-        everything that is wrong, UnknownModelError for a model that nobody serves, QueueFullError where the settings
-        bound the queue and it is full, or TenantQueueFullError, which is one, where the tenant's part of it is.
+        Exactly one of `prompt`, `messages` and `prompt_token_ids` must be given. Raises InvalidRequestError with every
+        problem, UnknownModelError for a model that was never served, QueueFullError if the queue is at the limit of the
+        settings, and its subclass TenantQueueFullError if the tenant is at its limit.
 
-        With `abandon_after`, the request is cancelled when for so many seconds nobody has read its stream or waited
-        for its result, in whatever process: while it waits in the queue, too, where a worker finds that out.
+        With `abandon_after`, the request is cancelled if no process reads its stream or waits for its result for that
+        many seconds. That includes the time in the queue: a worker checks it when it takes the request.
         """
         request: SubmitRequest = {"prompt": prompt, "sampling_params": sampling_params, **options}
         submission = prepare(request, default_model=self._model)
@@ -143,7 +149,7 @@ class Client:
             self._require_served([submission])
             [request_id], to_send = self._idempotency.bind([submission], self._used_ids([submission]))
             self._require_room(to_send)
-            self._begin_listening(to_send)
+            self._start_heartbeats(to_send)
             with self._app.producer_pool.acquire(block=True) as producer:
                 for new in to_send:
                     self._publish(producer, new)
@@ -151,7 +157,7 @@ class Client:
         return request_id
 
     def submit_many(self, requests: Iterable[SubmitRequest]) -> list[str]:
-        """Puts many requests into their queues, several times faster than one by one, and returns their ids.
+        """Put many requests into their queues, several times faster than one by one, and return their ids.
 
         All are checked before the first is sent. If Redis fails midway, some may have been queued.
         """
@@ -160,7 +166,7 @@ class Client:
             self._require_served(submissions)
             request_ids, to_send = self._idempotency.bind(submissions, self._used_ids(submissions))
             self._require_room(to_send)
-            self._begin_listening(to_send)
+            self._start_heartbeats(to_send)
             with self._app.producer_pool.acquire(block=True) as producer, producer.batch(max_size=_BATCH):
                 for submission in to_send:
                     self._publish(producer, submission)
@@ -170,11 +176,11 @@ class Client:
     def stream(
         self, request_id: str, *, last_id: str | None = BEGINNING, timeout: float | None = None
     ) -> Iterator[ChunkEvent]:
-        """Yields the chunks after the entry `last_id`, each once and in order, until the request has ended.
+        """Yield the chunks after the entry `last_id`, each once and in order, until the request has ended.
 
-        To leave and come back, keep the `entry_id` of the last chunk. A stream that does not exist yet is waited for.
-        Raises RequestFailedError at the end of a request that did not succeed, ResultTimeoutError if nothing comes for
-        `timeout` seconds, StreamExpiredError for whoever comes too late.
+        To resume later, keep the `entry_id` of the last chunk. If the stream does not exist yet, this waits for it.
+        Raises RequestFailedError at the end of a request that did not succeed, ResultTimeoutError if no entry arrives
+        for `timeout` seconds, StreamExpiredError if the stream has expired.
         """
         for event in self.events(request_id, last_id=last_id, timeout=timeout):
             chunk = chunk_of(request_id, event)
@@ -184,31 +190,31 @@ class Client:
     def events(
         self, request_id: str, *, last_id: str | None = BEGINNING, timeout: float | None = None
     ) -> Iterator[StreamEvent]:
-        """Like `stream`, but yields every event: starts, chunks, and the end with its usage or error."""
+        """Yield every event, as `stream` yields chunks: starts, chunks, and the end with its usage or error."""
         with unavailable(self.settings, "read a stream"):
-            receiving = self.tracing.receiving(check_request_id(request_id))
+            span = self.tracing.receiving(check_request_id(request_id))
             try:
                 for event in read_stream(self._redis, request_id, last_id=last_id, timeout=timeout):
-                    receiving.saw(event)
+                    span.record(event)
                     yield event
             finally:
-                receiving.close()
+                span.close()
 
     def events_many(
         self, request_ids: Iterable[str] | Mapping[str, str | None], *, timeout: float | None = None
     ) -> Iterator[tuple[str, StreamEvent | StreamExpiredError]]:
-        """Yields (request id, event) of many streams as they come, over one connection, until all have ended.
+        """Yield (request id, event) of many streams as they arrive, over one connection, until all have ended.
 
-        A map gives the entry after which each stream is read. Much cheaper than a reader a stream. What becomes of one
-        stream does not end the others: the last item of a stream is its EndEvent, which says if the request failed, or,
-        not raised but yielded, a StreamExpiredError where it was read too late. Raises ResultTimeoutError if nothing
-        comes of one of them for `timeout` seconds.
+        A map gives the entry after which each stream is read. Much cheaper than one reader per stream. A failed request
+        does not end the others: the last item of a stream is its EndEvent, which has the request's error, or a
+        StreamExpiredError, yielded and not raised, if the stream has expired. Raises ResultTimeoutError if one of the
+        streams gets no entry for `timeout` seconds.
         """
         with unavailable(self.settings, "read streams"):
             yield from read_streams(self._redis, check_last_ids(request_ids), timeout=timeout)
 
     def result(self, request_id: str, timeout: float | None = None) -> GenerateResult:
-        """Waits for the whole result. Raises RequestFailedError or ResultTimeoutError."""
+        """Wait for the complete result. Raises RequestFailedError or ResultTimeoutError."""
         key = result_key(check_request_id(request_id))
         check_timeout(timeout)
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -216,18 +222,18 @@ class Client:
         with unavailable(self.settings, "wait for a result"), self._redis.pubsub() as pubsub:  # type: ignore[no-untyped-call]
             pubsub.subscribe(key)
             while True:
-                # The first message is the subscription itself, so this is read again once nothing can be missed.
+                # The first message confirms the subscription. The read after it cannot miss a result.
                 with self._redis.pipeline(transaction=False) as pipe:
                     pipe.get(key)
-                    ask_abandon_after(pipe, request_id)
+                    get_abandon_after(pipe, request_id)
                     meta, listener = pipe.execute()
                     result = read_result(request_id, meta) if isinstance(meta, bytes) else None
                     if result is not None:
                         return result
-                    # a worker that hands the request on deletes the key, and the next one makes it again
+                    # a worker that hands the request back deletes the key, and the next worker sets it again
                     abandon_after = read_abandon_after(listener) or abandon_after
                     if abandon_after is not None:
-                        touch(pipe, request_id)
+                        send_heartbeat(pipe, request_id)
                         pipe.execute()
                 left = wait_seconds(deadline, abandon_after)
                 if left <= 0:
@@ -235,19 +241,19 @@ class Client:
                 pubsub.get_message(timeout=left)
 
     def cancel(self, request_id: str) -> bool:
-        """Ends the request wherever it is: in the queue it will not run, and a worker stops at its next chunk.
+        """Cancel the request. One that waits in the queue does not run; a running one stops at its next chunk.
 
-        False if it had already ended otherwise. An id that is not known, as `is_known` tells, is cancelled in advance:
-        for a day, a request that comes with it does not run.
+        Returns False if it had already ended in another way. An unknown id (see `is_known`) is cancelled in advance:
+        a request that is submitted with it within a day does not run.
         """
         check_request_id(request_id)
         with unavailable(self.settings, "cancel a request"):
             return was_cancelled(self._end(**cancel_call(request_id, self.settings.result_ttl_seconds)))
 
     def is_known(self, request_id: str) -> bool | None:
-        """Whether the request has a stream, a result, or a message in a queue; None if this user may not read those.
+        """Return whether the request has a stream, a result or a queued message; None if this user may not read them.
 
-        Looks through the messages of all models that were ever served, so it is not for every request.
+        It searches the messages of all models that were ever served, so do not call it for every request.
         """
         check_request_id(request_id)
         with unavailable(self.settings, "look for a request"):
@@ -258,53 +264,52 @@ class Client:
                 return None
 
     def status(self, request_id: str) -> RequestStatus:
-        """Where the request is now."""
+        """Return the state of the request and its number of tokens so far."""
         check_request_id(request_id)
-        with unavailable(self.settings, "look at a request"):
+        with unavailable(self.settings, "read the status of a request"):
             return read_status(self._status(keys=STREAM_STATUS.keys(stream=stream_key(request_id))))
 
     def models(self) -> dict[str, RegisteredModel]:
-        """Every model that was ever served, by served name."""
+        """Return every model that was ever served, by served name."""
         with unavailable(self.settings, "read the models"):
             return known_models(self._redis)
 
     def queue_levels(self, models: Iterable[str]) -> dict[str, QueueLevels]:
-        """How many messages of each model's queue are ready, held and dead, by model; see `QueueLevelReader`."""
+        """Return how many messages of each model's queue are ready, leased and dead; see `QueueLevelReader`."""
         names = [require_model(model) for model in models]
-        with unavailable(self.settings, "look at the queues"), self._levels_lock:
+        with unavailable(self.settings, "read the queue levels"), self._levels_lock:
             levels = self._levels.read(map(queue_name, names))
             return {name: levels[queue_name(name)] for name in names}
 
     def queue_tenants(self, models: Iterable[str]) -> dict[str, dict[str, int]]:
-        """Sorted messages that wait, by model and tenant; '' is the tenant of those that name none."""
+        """Count the waiting messages that workers have sorted, by model and tenant; '' stands for no tenant."""
         names = [require_model(model) for model in models]
-        with unavailable(self.settings, "look at the queues"):
+        with unavailable(self.settings, "read the queue levels"):
             return {name: read_tenants(self._redis, queue_name(name)) for name in names}
 
     def dead_letters(self, limit: int = 1000) -> list[DeadLetter]:
-        """The messages that no worker will be given again, the newest first."""
+        """Return up to `limit` dead letters, which no worker gets again, the newest first."""
         check_limit(limit)
         with unavailable(self.settings, "read the dead letters"):
             return dead_letters(self._redis, limit)
 
     def requeue_dead_letters(self, letters: Iterable[DeadLetter]) -> list[DeadLetter]:
-        """Sends these messages again, under their old ids; what their streams and results said is forgotten.
+        """Send these messages again under their old ids, delete their streams and results, and return those sent.
 
-        Returns those that were sent: the others are no longer among the dead letters, or are copies of messages that
-        wait or are being worked on, and stay there.
+        The others are no longer dead letters, or stay dead letters because a copy of them waits or is leased.
         """
         with unavailable(self.settings, "requeue dead letters"):
             return requeue(self._redis, check_all("letters", letters, DeadLetter))
 
     def purge_dead_letters(self, letters: Iterable[DeadLetter]) -> int:
-        """Deletes these messages for good, and returns how many were still there."""
+        """Delete these dead letters for good and return how many still existed."""
         with unavailable(self.settings, "purge dead letters"):
             return purge(self._redis, check_all("letters", letters, DeadLetter))
 
     def purge_queue(self, model: str | None = None) -> PurgedMessages:
-        """Ends every request that waits in the model's queue, and says how many; those that run are left alone.
+        """Cancel every request that waits in the model's queue and return how many. Running requests continue.
 
-        Their streams and results end as those of cancelled requests do.
+        Their streams and results end as those of other cancelled requests do.
         """
         model = require_model(self._model if model is None else model)
         with unavailable(self.settings, "purge a queue"):
@@ -321,9 +326,9 @@ class Client:
         self._served.update(known)
 
     def _used_ids(self, submissions: Iterable[Submission]) -> set[str]:
-        """The ids that callers chose and that a request has, or had a short while ago, as far as this client may see.
+        """Return the caller-chosen ids that already have a stream, an end mark or a result that this client may read.
 
-        One that still waits is not seen: the queue puts the second message of an id aside.
+        A request that still waits has none of them. The queue makes a second message with its id a dead letter.
         """
         given = [submission.request_id for submission in submissions if submission.has_given_id]
         if not given:
@@ -335,7 +340,7 @@ class Client:
         return {request_id for request_id, count in zip(given, found, strict=True) if isinstance(count, int) and count}
 
     def _require_room(self, submissions: Iterable[Submission]) -> None:
-        """Clients that submit in the same moment may together exceed the bound by what each of them sends."""
+        """Raise QueueFullError if they do not fit. Clients that submit at the same time can together exceed a limit."""
         submissions = list(submissions)
         limit, quota = self.settings.max_queued_requests, self.settings.max_queued_requests_per_tenant
         if limit:
@@ -352,17 +357,17 @@ class Client:
                 if excess > 0:
                     raise TenantQueueFullError(model, tenant, level.num_queued, quota, retry_after(level, excess))
 
-    def _begin_listening(self, submissions: Iterable[Submission]) -> None:
+    def _start_heartbeats(self, submissions: Iterable[Submission]) -> None:
         wanted = [submission for submission in submissions if "abandon_after" in submission.headers]
         if wanted:
             with self._redis.pipeline(transaction=False) as pipe:
                 for submission in wanted:
-                    begin_listening(pipe, submission.request_id, submission.headers["abandon_after"])
-                    touch(pipe, submission.request_id)  # it may have been sent before, and be sent again
+                    start_heartbeats(pipe, submission.request_id, submission.headers["abandon_after"])
+                    send_heartbeat(pipe, submission.request_id)  # for a request that is sent again
                 pipe.execute()
 
     def _publish(self, producer: Any, submission: Submission) -> None:
-        # Celery's own send_task would also subscribe this process to every result, for as long as it lives.
+        # Celery's own send_task would also subscribe this process to every result, until the process ends.
         amqp = self._app.amqp
         message = amqp.create_task_message(
             submission.request_id,
@@ -370,7 +375,7 @@ class Client:
             args=(),
             kwargs=submission.request.to_kwargs(),
             expires=submission.expires,
-            argsrepr="",  # the readable copies would show prompts in logs, events and monitors
+            argsrepr="",  # the readable copies would put prompts into logs, events and monitors
             kwargsrepr="",
         )
         with self.tracing.sending(submission) as context:
@@ -386,17 +391,17 @@ class Client:
 
 
 def wait_seconds(deadline: float | None, abandon_after: float | None) -> float:
-    """How long one wait for a result may take; not above 0 where the deadline, by the monotonic clock, has passed."""
+    """Return the seconds that one wait for a result may take; 0 or less after the deadline (monotonic time)."""
     waits = [BLOCK_SECONDS]
     if deadline is not None:
         waits.append(deadline - time.monotonic())
     if abandon_after is not None:
-        waits.append(touch_every(abandon_after))
+        waits.append(heartbeat_interval(abandon_after))
     return min(waits)
 
 
 def as_settings(broker: str | BrokerSettings | None) -> BrokerSettings:
-    """What a client may be given, as settings."""
+    """Return a client's `broker` argument as settings. Raises SettingsError."""
     if broker is None:
         return BrokerSettings.from_env(os.environ)
     if isinstance(broker, str):
@@ -408,10 +413,10 @@ def as_settings(broker: str | BrokerSettings | None) -> BrokerSettings:
 
 @contextmanager
 def unavailable(settings: BrokerSettings, action: str) -> Iterator[None]:
-    """Turns the errors of three libraries into the one that says what could not be done."""
+    """Convert the errors of redis-py, kombu and sockets to a QueueUnavailableError that names the action."""
     try:
         yield
     except HeadraceBrokerError:
-        raise  # some of ours are also OSErrors, as TimeoutError is one
+        raise  # some are OSErrors too, such as ResultTimeoutError
     except (*CONNECTION_ERRORS, redis.RedisError, OperationalError, BatchPublishError) as error:
         raise QueueUnavailableError(settings.safe_url, action, error) from error

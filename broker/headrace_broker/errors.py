@@ -1,4 +1,4 @@
-"""Every error that this package raises, in one tree. The message is the sentence that the caller needs."""
+"""Every error that this package raises, in one tree. Each message can be shown to the caller as it is."""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class HeadraceBrokerError(Exception):
-    """Root of the tree."""
+    """Base class of all errors of this package."""
 
 
 class SettingsError(HeadraceBrokerError, ValueError):
-    """A setting, or the environment variable that carries it, has a value that cannot be used."""
+    """A setting or its environment variable has an invalid value."""
 
 
 class InvalidRequestError(HeadraceBrokerError, ValueError):
-    """The request breaks the message contract; `problems` holds every reason, `code` the wire error code."""
+    """The request is invalid. `problems` holds every reason, `code` the error code of the wire."""
 
     def __init__(self, problems: Sequence[str], *, code: str = ErrorCode.INVALID_REQUEST) -> None:
         super().__init__("; ".join(problems))
@@ -29,7 +29,7 @@ class InvalidRequestError(HeadraceBrokerError, ValueError):
 
 
 class UsedRequestIdError(InvalidRequestError):
-    """A request with the id that the caller chose runs, or has ended. Nothing was sent."""
+    """A request with the id that the caller chose runs or has ended. Nothing was sent."""
 
     def __init__(self, request_id: str) -> None:
         used = f"request_id {request_id!r} was used for a request that runs or has ended"
@@ -38,7 +38,7 @@ class UsedRequestIdError(InvalidRequestError):
 
 
 class UnknownModelError(HeadraceBrokerError, LookupError):
-    """No worker ever registered this model, while others are registered."""
+    """No worker ever registered this model, but other models are registered."""
 
     def __init__(self, model: str, known: Iterable[str]) -> None:
         self.model = model
@@ -47,10 +47,10 @@ class UnknownModelError(HeadraceBrokerError, LookupError):
 
 
 class QueueFullError(HeadraceBrokerError):
-    """The queue holds as many requests as it may, and nothing was sent.
+    """The queue is at its limit of requests. Nothing was sent.
 
-    `retry_after_seconds` estimates, by how long the queue's first request has waited, when there will be room; None
-    where that cannot be told.
+    `retry_after_seconds` estimates when there will be room, from how long the queue's first request has waited; None if
+    it is unknown.
     """
 
     def __init__(self, model: str, queued: int, limit: int, retry_after_seconds: float | None) -> None:
@@ -63,7 +63,7 @@ class QueueFullError(HeadraceBrokerError):
 
 
 class TenantQueueFullError(QueueFullError):
-    """The queue holds as many requests of this tenant as it may, and nothing was sent. `tenant` is '' for none."""
+    """The queue is at its limit of requests of this tenant. Nothing was sent. `tenant` is '' for none."""
 
     def __init__(self, model: str, tenant: str, queued: int, limit: int, retry_after_seconds: float | None) -> None:
         super().__init__(model, queued, limit, retry_after_seconds)
@@ -83,7 +83,7 @@ class QueueUnavailableError(HeadraceBrokerError, ConnectionError):
 
 
 class RequestFailedError(HeadraceBrokerError):
-    """The request ended without success; `result` carries what was generated before, where it is known."""
+    """The request did not succeed. `result` holds the output so far, if it is known."""
 
     def __init__(self, request_id: str, code: str, message: str, *, result: "GenerateResult | None" = None) -> None:
         super().__init__(f"request {request_id} failed with {code}: {message}")
@@ -94,7 +94,7 @@ class RequestFailedError(HeadraceBrokerError):
 
 
 class ResultTimeoutError(HeadraceBrokerError, TimeoutError):
-    """Nothing arrived within the time that the caller gave."""
+    """Nothing arrived within the caller's timeout."""
 
     def __init__(self, request_id: str, seconds: float, awaited: str) -> None:
         super().__init__(f"request {request_id}: no {awaited} within {seconds:g} s")
@@ -102,9 +102,9 @@ class ResultTimeoutError(HeadraceBrokerError, TimeoutError):
 
 
 class StreamExpiredError(HeadraceBrokerError, LookupError):
-    """The subscriber comes too late: the stream has expired, or was deleted while it was read.
+    """The stream has expired, or was deleted while it was read.
 
-    `last_id` is the entry that was read last; 0-0 where none was.
+    `last_id` is the id of the last entry read; 0-0 if none was.
     """
 
     def __init__(self, request_id: str, last_id: str) -> None:
@@ -114,14 +114,14 @@ class StreamExpiredError(HeadraceBrokerError, LookupError):
 
 
 class TooManySubscribersError(HeadraceBrokerError):
-    """A stream has as many subscribers as one process follows it for."""
+    """The stream has the largest number of subscribers that one `StreamHub` allows."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__(f"this stream has {limit} readers here already, the most allowed; try again later")
+        super().__init__(f"this stream has {limit} subscribers in this process, the maximum; try again later")
 
 
 class TokenizerCallError(HeadraceBrokerError):
-    """A call of a model's tokenizer has no result; `code` is that of a request's error, or `tokenizer_unavailable`."""
+    """A tokenizer call failed. `code` is an error code of a request, or `tokenizer_unavailable`."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -129,18 +129,18 @@ class TokenizerCallError(HeadraceBrokerError):
 
 
 class MalformedEntryError(HeadraceBrokerError, ValueError):
-    """A stream entry, result or registry value does not have the shape of the wire contract."""
+    """A stream entry, result or registry value does not have the format of the wire."""
 
     request_id: str | None = None
-    """Whose stream holds the entry, where the reader of several streams knows it."""
+    """The request whose stream holds the entry, set by a reader of several streams."""
 
 
 class MalformedMessageError(HeadraceBrokerError, ValueError):
-    """A message in a queue is none that a worker can use; the sentence quotes nothing of it but its content type."""
+    """No worker can use a message in a queue. The error quotes nothing of it but its content type."""
 
 
 class TransportConfigurationError(HeadraceBrokerError, ValueError):
-    """The lease transport is used in a way in which it could not keep its promises."""
+    """The lease transport is configured in a way that would break its delivery guarantees."""
 
 
 class EmbeddedServerError(HeadraceBrokerError, RuntimeError):

@@ -1,7 +1,7 @@
-"""The entries of a request's stream, and how they look on the wire.
+"""The entries of a request's stream, and their wire format.
 
-The entry ID is `<attempt>-<tokens after this entry>`; the fields are `type` (start, chunk or end) and `data`, a msgpack
-map. Tokens of all choices count.
+The entry ID is `<attempt>-<tokens after this entry>`, counting the tokens of all choices. The fields are `type` (start,
+chunk or end) and `data`, a msgpack map.
 """
 
 import threading
@@ -25,27 +25,27 @@ from headrace_broker.results import (
 
 @dataclass(frozen=True, slots=True)
 class StartEvent:
-    """A worker took the request; a second one means that another worker continues it."""
+    """A worker claimed the request. A second start means that another worker continues it."""
 
     entry_id: str
     attempt: int
     worker: str
     traceparent: str | None = None
-    """W3C's name of the worker's span, where the worker traces."""
+    """W3C trace context of the worker's span, if the worker traces."""
     abandon_after: float | None = None
-    """Seconds after which the request is cancelled unless somebody listens; None where nobody need listen."""
+    """Seconds without a subscriber heartbeat after which the request is cancelled; None if it needs none."""
     model: ModelIdentity | None = None
-    """Which weights this attempt's tokens are of; None where its worker did not say."""
+    """The weights that compute this attempt's tokens; None if the worker did not say."""
     prompt_tokens: int | None = None
-    """Length of the prompt; None where the worker did not say."""
+    """Length of the prompt in tokens; None if the worker did not say."""
     prompt_tail: str | None = field(default=None, repr=False)
-    """The end of a rendered chat, which tells whether the template has opened the model's reasoning."""
+    """The end of a rendered chat, which shows whether the template has opened the model's reasoning."""
     draws: str | None = None
-    """Name under which equal seeds draw equal tokens; empty where a seed's draws cannot be repeated, None where the
+    """Name under which equal seeds draw equal tokens; empty if the engine cannot repeat a seed's draws, None if the
     worker did not say."""
 
 
-@dataclass(slots=True)  # not frozen: that takes 1 us more, and there is one of them a chunk
+@dataclass(slots=True)  # not frozen, which would cost 1 us more for each chunk
 class ChunkEvent:
     """New tokens of one choice; the last chunk of a choice carries its `finish_reason`."""
 
@@ -59,12 +59,12 @@ class ChunkEvent:
     finish_reason: str | None = None
     stop_reason: int | str | None = field(default=None, repr=False)
     prompt_logprobs: PromptLogprobs | None = field(default=None, repr=False)
-    """In the first chunk of choice 0, where the request asked for them."""
+    """In the first chunk of choice 0, if the request asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndEvent:
-    """Nothing comes after it. Without success, `error` says why."""
+    """The last entry of the stream. If the request did not succeed, `error` says why."""
 
     entry_id: str
     attempt: int
@@ -77,24 +77,24 @@ class EndEvent:
 StreamEvent: TypeAlias = StartEvent | ChunkEvent | EndEvent
 
 
-class _PackerOfThread(threading.local):
-    """One made for each chunk can cost more than packing it, and a packer is not to be shared by threads."""
+class _ThreadPacker(threading.local):
+    """Holds one packer per thread. Making one can cost more than packing a chunk, and threads cannot share one."""
 
     def __init__(self) -> None:
         self.pack: Final = msgpack.Packer(use_bin_type=False).pack
 
 
-_packer: Final = _PackerOfThread()
+_packer: Final = _ThreadPacker()
 
 
 def pack(data: Any) -> bytes:
-    """msgpack as Redis's own cmsgpack reads it too: without the separate type for binary data."""
+    """Encode as msgpack without its separate binary type, so that Redis's cmsgpack can decode it too."""
     packed: bytes = _packer.pack(data)
     return packed
 
 
 def unpack(packed: bytes) -> dict[str, Any]:
-    """The map that was packed. Raises MalformedEntryError for anything else."""
+    """Decode a msgpack map. Raises MalformedEntryError for anything else."""
     try:
         data = msgpack.unpackb(packed, raw=False)
     except Exception as error:  # msgpack's own errors have no common base
@@ -105,7 +105,7 @@ def unpack(packed: bytes) -> dict[str, Any]:
 
 
 def read_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> StreamEvent:
-    """Decodes one stream entry. Raises MalformedEntryError."""
+    """Decode one stream entry. Raises MalformedEntryError."""
     name = entry_id.decode("ascii", "replace")
     try:
         attempt, _, offset = name.partition("-")
@@ -115,7 +115,7 @@ def read_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> StreamEvent:
 
 
 def read_flat_entry(entry: Sequence[Any]) -> StreamEvent:
-    """Decodes an entry as Redis and Lua hand it over: its ID and one list of alternating names and values."""
+    """Decode an entry in the format of Redis and Lua: its ID and one list of alternating names and values."""
     entry_id, flat = entry
     parts = iter(flat)
     return read_entry(entry_id, dict(zip(parts, parts, strict=True)))

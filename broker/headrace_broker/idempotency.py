@@ -1,7 +1,7 @@
-"""`IdempotencyKeys`: the same key, the same request, for clients that do not know whether their request arrived.
+"""`IdempotencyKeys`: let a client repeat a submission that may have been lost, without a second request.
 
-A key is bound to a request id before the request is sent, and marked when it has been sent. Who finds it bound but not
-marked sends the request once more under the same id: the queue may then hold it twice, and a worker generates it once.
+A key is bound to a request id before the request is sent, and marked as sent afterwards. A client that finds it bound
+but not marked sends the request again under the same id. The queue may then hold it twice; a worker generates it once.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _CLAIM: Final = script("idempotency_claim")
 
 
 class IdempotencyKeys:
-    """The keys of a Redis database; each is bound to a model, a tenant and a content. Redis's errors pass through."""
+    """The keys of one Redis database, each bound to a model, a tenant and a content. Redis's errors pass through."""
 
     def __init__(self, client: "redis.Redis") -> None:
         self._client: Final = client
@@ -31,11 +31,11 @@ class IdempotencyKeys:
     def bind(
         self, submissions: Iterable[Submission], used_ids: Collection[str] = ()
     ) -> tuple[list[str], list[Submission]]:
-        """The request id of each submission, and those that are to be sent.
+        """Return the request id of each submission, and the submissions that must be sent.
 
-        `used_ids` are the ids of these that a request has, or had, already. Raises UsedRequestIdError for one of them,
-        unless an earlier submission of its key bound it; and InvalidRequestError for a key that was used with another
-        prompt or other sampling parameters.
+        `used_ids` are their ids that belong to a request already. Raises UsedRequestIdError for a submission with such
+        an id, unless its key is bound, and InvalidRequestError for a key that was used with another prompt or other
+        sampling parameters.
         """
         request_ids: list[str] = []
         to_send: list[Submission] = []
@@ -55,8 +55,8 @@ class IdempotencyKeys:
         return request_ids, to_send
 
     def mark_sent(self, submissions: Iterable[Submission]) -> None:
-        """These are in their queues."""
-        names = [_name(submission) for submission in submissions if "idempotency_key" in submission.headers]
+        """Mark the keys of these submissions as sent: they are in their queues."""
+        names = [_redis_key(submission) for submission in submissions if "idempotency_key" in submission.headers]
         if names:
             with self._client.pipeline(transaction=False) as pipe:
                 for name in names:
@@ -64,24 +64,24 @@ class IdempotencyKeys:
                 pipe.execute()
 
     def _is_known(self, submission: Submission) -> bool:
-        return "idempotency_key" in submission.headers and bool(self._client.exists(_name(submission)))
+        return "idempotency_key" in submission.headers and bool(self._client.exists(_redis_key(submission)))
 
     def _bind(self, submission: Submission) -> tuple[str, bool]:
         fingerprint = _fingerprint(submission)
         args: list[str | int] = [submission.request_id, fingerprint, IDEMPOTENCY_SECONDS]
-        known: Any = self._claim(keys=_CLAIM.keys(idempotency=_name(submission)), args=args)
+        known: Any = self._claim(keys=_CLAIM.keys(idempotency=_redis_key(submission)), args=args)
         request_id, known_fingerprint, sent = (value.decode() for value in known)
         if known_fingerprint != fingerprint:
             key = submission.headers["idempotency_key"]
-            # whose request that is may be another's secret: who knows its id can read its stream
+            # without the id of the other request, because any client that has the id can read its stream
             raise InvalidRequestError(
                 [f"idempotency_key {key!r} was used with another prompt or other sampling parameters: choose a new key"]
             )
         return request_id, sent == "1"
 
 
-def _name(submission: Submission) -> str:
-    """A digest, as keys and tenants are free text."""
+def _redis_key(submission: Submission) -> str:
+    """Return the Redis key. It has a digest, because idempotency keys and tenants are free text."""
     parts = [submission.model, submission.headers.get("tenant"), submission.headers["idempotency_key"]]
     tenant = submission.headers.get("tenant", "")
     return idempotency_key(tenant, hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest())

@@ -1,8 +1,8 @@
-"""Whether anybody listens to a request that was sent with `abandon_after`.
+"""Subscriber heartbeats of requests that were sent with `abandon_after`.
 
-Such a request has a key, made by the client that sends it or by the worker that takes it; its value is `abandon_after`.
-Whoever listens touches the key every third of that time. It lives for a day after each touch, so what is left of its
-life tells, by Redis's clock alone, how long ago the last one was. A touch is an EXPIRE, which makes no key of its own.
+Such a request has a key whose value is its `abandon_after`, set by the client that submits it or the worker that takes
+it. A heartbeat is an EXPIRE of that key to one day; every subscriber sends one at each third of `abandon_after`. The
+key's remaining life tells the time since the last heartbeat, by Redis's clock alone. EXPIRE creates no missing key.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,52 +20,52 @@ _FORGET: Final = script("listeners_forget")
 
 
 def is_abandon_after(value: object) -> bool:
-    """Whether it is a number of seconds that a request may name."""
+    """Return whether the value is a valid number of seconds for `abandon_after`."""
     return (
         isinstance(value, (int, float)) and not isinstance(value, bool) and SHORTEST_SECONDS <= value <= LONGEST_SECONDS
     )
 
 
-def begin_listening(pipe: Any, request_id: str, abandon_after: float) -> None:
-    """Somebody listens as of now; into a pipeline of either kind of client. Changes nothing where it was known."""
+def start_heartbeats(pipe: Any, request_id: str, abandon_after: float) -> None:
+    """Add the command that sets the request's key, unless it exists, to a pipeline of either kind of client."""
     pipe.set(listener_key(request_id), abandon_after, ex=LISTENER_SECONDS, nx=True)
 
 
-def ask_abandon_after(pipe: Any, request_id: str) -> None:
-    """Into a pipeline; `read_abandon_after` reads the answer."""
+def get_abandon_after(pipe: Any, request_id: str) -> None:
+    """Add the command whose reply `read_abandon_after` decodes to a pipeline."""
     pipe.get(listener_key(request_id))
 
 
 def read_abandon_after(value: bytes | None) -> float | None:
-    """The request's `abandon_after`; None where nobody need listen."""
+    """Return the request's `abandon_after`; None if it needs no heartbeats."""
     try:
         return None if value is None else float(value)
     except ValueError:
         return None
 
 
-def touch_every(abandon_after: float) -> float:
-    """Seconds from one touch to the next."""
+def heartbeat_interval(abandon_after: float) -> float:
+    """Return the seconds from one heartbeat to the next."""
     return abandon_after / 3
 
 
-def touch(pipe: Any, request_id: str) -> None:
-    """Somebody listens still; into a pipeline."""
+def send_heartbeat(pipe: Any, request_id: str) -> None:
+    """Add a heartbeat to a pipeline."""
     pipe.expire(listener_key(request_id), LISTENER_SECONDS)
 
 
 class Listeners:
-    """The worker's side. Redis's errors pass through."""
+    """The worker's side: reads heartbeats. Redis's errors pass through."""
 
     def __init__(self, client: "redis.Redis") -> None:
         self._client: Final = client
 
     def silence(self, requests: Mapping[str, float], forget: Iterable[str] = ()) -> dict[str, float]:
-        """Seconds since anybody listened to each of these requests, in one round trip.
+        """Return the seconds since the last heartbeat of each of these requests, in one round trip.
 
         Args:
-            requests: `abandon_after` by request id. To one without a key somebody listens as of now.
-            forget: requests that are no longer this worker's. Those that have ended are forgotten.
+            requests: `abandon_after` by request id. A request without a key gets one, which counts as a heartbeat.
+            forget: requests that this worker no longer holds. The keys of those that have ended are deleted.
         """
         ids = list(forget)
         keys = _FORGET.keys(listener=[*map(listener_key, ids)], ended=[*map(ended_key, ids)])
@@ -74,7 +74,7 @@ class Listeners:
                 pipe.eval(_FORGET.text, len(keys), *keys)
             num_before = len(pipe)
             for request_id, abandon_after in requests.items():
-                begin_listening(pipe, request_id, abandon_after)
+                start_heartbeats(pipe, request_id, abandon_after)
                 pipe.pttl(listener_key(request_id))
             left = pipe.execute()[num_before + 1 :: 2]
         return {

@@ -1,7 +1,7 @@
-"""The request as it travels in the queue: a public contract. Results are in `results.py`, chunks in `streams.py`.
+"""The request as it is sent through the queue: a public contract. `results.py` has results, `streams.py` chunks.
 
-The engine checks sampling parameters again at its own door; here a producer learns of its mistakes before anything is
-sent, and a worker refuses what other producers send.
+A client checks a request before it sends it. A worker checks it again, because other producers may not have. The engine
+has its own checks of sampling parameters.
 """
 
 import re
@@ -37,9 +37,9 @@ _LORA_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One request: exactly one of `prompt`, `prompt_token_ids` and `messages` is set. `parse` builds a checked one.
+    """One request: exactly one of `prompt`, `prompt_token_ids` and `messages` is set. `parse` makes a checked one.
 
-    `repr` leaves everything out that a user wrote, so a request may appear in a log.
+    `repr` omits everything that a user wrote, so a request may appear in a log.
     """
 
     prompt: str | None = field(default=None, repr=False)
@@ -55,7 +55,7 @@ class GenerateRequest:
 
     @classmethod
     def parse(cls, kwargs: Mapping[str, Any]) -> Self:
-        """Checks the keyword arguments of the task `headrace.generate`; null counts as absent.
+        """Check the keyword arguments of the task `headrace.generate` and make a request; null counts as absent.
 
         Raises InvalidRequestError, which names every problem at once.
         """
@@ -77,11 +77,11 @@ class GenerateRequest:
 
     @property
     def chat_options(self) -> dict[str, Any]:
-        """What is said about how the messages become a prompt."""
+        """The options for rendering the messages into a prompt, without those that are not given."""
         return {key: value for key in CHAT_OPTIONS if (value := getattr(self, key)) is not None}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The task's keyword arguments; parsing them gives an equal request."""
+        """Return the task's keyword arguments. `parse` makes an equal request of them."""
         kwargs: dict[str, Any] = {}
         for key in (*_PROMPT_KEYS, *CHAT_OPTIONS, "model", "lora"):
             value = getattr(self, key)
@@ -147,13 +147,13 @@ def _chat_problems(given: Mapping[str, Any]) -> list[str]:
 
 
 def name_problems(key: str, name: object) -> list[str]:
-    """What is wrong with a short name that travels with a request, such as that of its model or tenant."""
+    """Return the problem of a short name in a request, such as the name of its model or tenant, in a list."""
     problem = name_problem(key, name)
     return [problem] if problem else []
 
 
 def lora_problems(name: object) -> list[str]:
-    """What is wrong with the name of a LoRA adapter. A path can never be one."""
+    """Return the problem of a LoRA adapter's name, in a list. A path is never a valid name."""
     if isinstance(name, str) and _LORA_NAME.fullmatch(name):
         return []
     return [

@@ -1,4 +1,4 @@
-"""`ModelIdentity`: which weights compute a request, as the start entry of its stream says."""
+"""`ModelIdentity`: the weights that compute a request. The start entry of its stream carries it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """A fingerprint is empty where it is not known, and then differs from none. Names are for people only."""
+    """A model by fingerprints. An empty one is unknown and matches any other. The name is only shown to people."""
 
     name: str
-    """As the worker serves it."""
+    """The name under which the worker serves it."""
     weights: str = ""
     """Fingerprint of the checkpoint."""
     lora: str = ""
     """Fingerprint of the request's LoRA adapter."""
 
     def differs_from(self, other: Self) -> bool:
-        """Whether tokens of the two do not belong into one answer."""
+        """Return whether tokens of the two must not be mixed in one answer."""
         pairs = ((self.weights, other.weights), (self.lora, other.lora))
         return any(mine and theirs and mine != theirs for mine, theirs in pairs)
 
@@ -26,13 +26,13 @@ class ModelIdentity:
         return f"{self.name} (weights {self.weights or 'unknown'}{adapter})"
 
     def to_wire(self) -> dict[str, str]:
-        """What it adds to the data of a start entry."""
+        """Return its part of the data of a start entry."""
         known = {"model": self.name, "weights": self.weights, "lora": self.lora}
         return {key: value for key, value in known.items() if value}
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> Self | None:
-        """Out of a start entry's data; None where its worker did not say."""
+        """Read it from the data of a start entry; None if the worker did not say."""
         if not isinstance(data.get("model"), str):
             return None
         parts = (data.get(key) for key in ("weights", "lora"))

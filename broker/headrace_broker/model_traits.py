@@ -1,4 +1,4 @@
-"""What clients that write chats and read answers must know of a model: part of its registry entry."""
+"""The properties of a model that clients need to write chats and read answers: part of its registry entry."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -7,27 +7,27 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What a model's chat template does with what it is given."""
+    """The features that a model's chat template supports."""
 
     exists: bool = False
     """Whether there is a chat template."""
     tools: bool = False
-    """It shows tools to the model."""
+    """It renders tools into the prompt."""
     developer: bool = False
-    """It knows the role `developer`."""
+    """It supports the role `developer`."""
     thinking: str | None = None
     """The variable of `chat_template_kwargs` that switches reasoning on and off."""
     reasoning_effort: bool = False
     """It reads the variable `reasoning_effort`."""
     special_tags: bool = False
-    """The tags of tool calls are special tokens, which texts leave out unless `skip_special_tokens` is false."""
+    """The tags of tool calls are special tokens, which output text has only if `skip_special_tokens` is false."""
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_wire(cls, data: object) -> Self:
-        """Read a map that a worker wrote; what it lacks or has wrong is as if it were not known."""
+        """Read a map that a worker wrote. Missing or invalid values get their defaults."""
         if not isinstance(data, Mapping):
             return cls()
         found = {each.name: data[each.name] for each in fields(cls) if each.name in data}

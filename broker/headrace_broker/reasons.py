@@ -1,11 +1,11 @@
-"""Why a request failed and why a message is dead: closed sets, shared by the wire, the scripts, metrics and docs."""
+"""Codes of failed requests and reasons of dead letters: closed sets that the wire, scripts, metrics and docs share."""
 
 from enum import StrEnum
 from typing import Final
 
 
 class ErrorCode(StrEnum):
-    """`error.code` of a stream's end and of a result."""
+    """Values of `error.code` in a stream's end and in a result."""
 
     INVALID_REQUEST = "invalid_request"
     MODEL_NOT_FOUND = "model_not_found"
@@ -20,34 +20,34 @@ class ErrorCode(StrEnum):
 
 
 class DeadLetterReason(StrEnum):
-    """Why a message is dead, as a dead letter says it; some say more behind a colon."""
+    """Reasons of dead letters. In a dead letter, a detail may follow after a colon."""
 
     UNDECODABLE = "undecodable"
-    """It cannot be read."""
+    """The message cannot be decoded."""
     UNDELIVERABLE = "undeliverable"
-    """The worker's own code failed on it."""
+    """The worker's own code failed on the message."""
     REJECTED = "rejected"
-    """It is no request of Headrace."""
+    """The message is not a Headrace request."""
     DUPLICATE = "duplicate"
-    """It is a copy of a message that waits or runs."""
+    """The message is a copy of one that waits or runs."""
     DUPLICATE_ID = "duplicate id"
-    """Another message came first with its request id."""
+    """An earlier message had the same request id and other content."""
     DELIVERY_LIMIT = "delivery limit"
-    """Workers died with it too often."""
+    """Too many workers died while they held the message."""
     POISON = "poison"
-    """It killed engines."""
+    """The request killed engine processes."""
     TOO_LARGE = "too large"
-    """It is larger than any request may be; only its headers are kept."""
+    """The message exceeds the size limit. The dead letter has only its headers."""
     LIST_UNKNOWN = "list unknown"
-    """Keys were deleted by hand, and nothing tells its queue."""
+    """Keys were deleted by hand, so that the message's queue is unknown."""
 
     @property
     def label(self) -> str:
-        """The value of the label `reason` of metrics."""
+        """The value of the metrics' label `reason`."""
         return self.replace(" ", "_")
 
     def saying(self, detail: str) -> str:
-        """The reason with what is known beyond it."""
+        """Return the reason followed by a detail."""
         return f"{self}: {detail}"
 
 

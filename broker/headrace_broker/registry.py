@@ -1,6 +1,6 @@
-"""Which models were ever served: written by workers when they start, read by clients before they submit.
+"""The models that were ever served. Workers register them when they start; clients check them before they submit.
 
-An entry never expires: that no worker serves the model right now is normal, its queue just grows.
+An entry never expires. A model may have no worker for a while, and its queue grows meanwhile.
 """
 
 import math
@@ -18,9 +18,9 @@ from headrace_broker.model_traits import TemplateTraits
 
 @dataclass(frozen=True, slots=True)
 class RegisteredModel:
-    """A served name, and what the last worker that registered it said about it.
+    """A served name with the properties that the last worker to register it gave.
 
-    What a worker of an older release did not say has its default.
+    Properties that a worker of an older release did not give have their defaults.
     """
 
     name: str
@@ -28,20 +28,20 @@ class RegisteredModel:
     seen: float  # unix seconds
     worker: str
     created: float = 0.0
-    """When it was registered first, unix seconds."""
+    """Time of the first registration, in unix seconds."""
     weights: str = ""
     """Fingerprint of the checkpoint."""
     tokenizer: str = ""
     """Fingerprint of the tokenizer and the chat template."""
     loras: tuple[str, ...] = ()
-    """Adapters that its workers serve, by the names under which requests ask for them."""
+    """Names of the adapters that its workers serve, as requests give them."""
     tool_parser: str | None = None
     """Name of the format in which the model writes tool calls, such as `hermes`."""
     reasoning_parser: str | None = None
     """Name of the format in which the model writes its reasoning, such as `think`."""
     template: TemplateTraits = field(default_factory=TemplateTraits)
     tokenizer_calls: bool = False
-    """Its workers answer calls of its tokenizer, see `tokenizer_calls.py`."""
+    """Its workers answer tokenizer calls; see `tokenizer_calls.py`."""
 
 
 def register_model(
@@ -59,7 +59,7 @@ def register_model(
     template: TemplateTraits | None = None,
     tokenizer_calls: bool = False,
 ) -> None:
-    """Tell clients that this name is served; `seen` is the time now, in unix seconds."""
+    """Register a served name for clients. `seen` is the current time in unix seconds."""
     before = read_models({name.encode(): packed} if (packed := client.hget(MODELS_KEY, name)) else {}).get(name)
     entry: dict[str, Any] = {
         "max_model_len": max_model_len,
@@ -79,7 +79,7 @@ def register_model(
 
 
 def known_models(client: "redis.Redis") -> dict[str, RegisteredModel]:
-    """Every model that was ever registered, by served name; none where somebody has put something else there."""
+    """Return every model that was ever registered, by served name; none if the key holds another Redis type."""
     try:
         return read_models(client.hgetall(MODELS_KEY))
     except redis.ResponseError as error:
@@ -89,7 +89,7 @@ def known_models(client: "redis.Redis") -> dict[str, RegisteredModel]:
 
 
 def read_models(raw: Mapping[Any, Any]) -> dict[str, RegisteredModel]:
-    """Decodes the registry's hash; an entry that is not ours is left out, as it must not stop a client."""
+    """Decode the registry's hash. Malformed entries are left out, so that they cannot stop a client."""
     models: dict[str, RegisteredModel] = {}
     for key, packed in raw.items():
         name = key.decode(errors="replace")

@@ -1,4 +1,4 @@
-"""The final result of a request as it is stored for Celery: a public contract. Chunks are in `streams.py`."""
+"""The final result of a request as Celery's result backend stores it: a public contract. `events.py` has chunks."""
 
 import builtins
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ class _Candidate(NamedTuple):
     logprob: float
     rank: int
     decoded_text: str | None
-    """The token's own text, empty where it ends inside a character; None where the request asked for no text."""
+    """The token's own text; empty if it ends inside a character, None if the request asked for no text."""
 
 
 class Logprob(_Candidate):
-    """One candidate for a position: a tuple of four, on the wire a list of them, with `bytes` beside it.
+    """One candidate for a position: a tuple of four values, on the wire a list of four. `bytes` is sent separately.
 
     Args:
-        bytes: what the token adds to a text. None: the UTF-8 of its text, where it has one.
+        bytes: the bytes that the token adds to the text. None: the UTF-8 of `decoded_text`, if it has one.
     """
 
     bytes: builtins.bytes | None
@@ -33,7 +33,7 @@ class Logprob(_Candidate):
         logprob: float,
         rank: int,
         decoded_text: str | None,
-        bytes: builtins.bytes | None = None,  # noqa: A002  # as the attribute is called
+        bytes: builtins.bytes | None = None,  # noqa: A002  # the attribute's name
     ) -> Self:
         made = super().__new__(cls, token_id, logprob, rank, decoded_text)
         made.bytes = decoded_text.encode() if bytes is None and decoded_text is not None else bytes
@@ -41,14 +41,14 @@ class Logprob(_Candidate):
 
 
 TokenLogprobs: TypeAlias = list[list[Logprob]]
-"""One list a generated token, the sampled token first."""
+"""One list for each generated token, the sampled token first."""
 PromptLogprobs: TypeAlias = list[list[Logprob] | None]
-"""One list a prompt token, the token itself first; None for the first token, which nothing comes before."""
+"""One list for each prompt token, the token itself first; None for the first prompt token, which has no context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request; completion tokens are those of all choices."""
+    """Token counts of a request; completion tokens are the sum over all choices."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -63,13 +63,13 @@ class Usage:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Self:
-        with _Shape("usage"):
+        with _Decoding("usage"):
             return cls(int(wire["prompt_tokens"]), int(wire["cached_tokens"]), int(wire["completion_tokens"]))
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """Why a request brought no, or not the whole, answer."""
+    """Why a request has no complete answer."""
 
     code: str  # an `ErrorCode`, or one that a newer worker knows
     message: str
@@ -79,13 +79,13 @@ class ErrorInfo:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Self:
-        with _Shape("error"):
+        with _Decoding("error"):
             return cls(str(wire["code"]), str(wire["message"]))
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One choice. `repr` leaves out what was generated, so an output may appear in a log."""
+    """One choice. `repr` omits the generated text and tokens, so an output may appear in a log."""
 
     index: int
     text: str = field(repr=False)
@@ -106,7 +106,7 @@ class CompletionOutput:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Self:
-        with _Shape("output"):
+        with _Decoding("output"):
             return cls(
                 index=int(wire["index"]),
                 text=wire["text"],
@@ -119,7 +119,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """All choices of a request, or the error that ended it (then `outputs` may be empty or partial)."""
+    """All choices of a request. With an `error`, `outputs` may be empty or partial."""
 
     request_id: str
     outputs: list[CompletionOutput]
@@ -138,7 +138,7 @@ class GenerateResult:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Self:
-        with _Shape("result"):
+        with _Decoding("result"):
             return cls(
                 request_id=str(wire["request_id"]),
                 outputs=[CompletionOutput.from_wire(output) for output in wire["outputs"]],
@@ -178,7 +178,7 @@ def prompt_logprobs_from_wire(
 
 
 def logprob_bytes_to_wire(name: str, logprobs: Sequence[Sequence[Logprob] | None] | None) -> dict[str, Any]:
-    """The bytes of candidates, where any are not the UTF-8 of their text; as integers, which JSON has, too."""
+    """Return the candidates' bytes as lists of integers, if any are not the UTF-8 of their text; else an empty map."""
     wire = [[_own_bytes(candidate) for candidate in position or ()] for position in logprobs or ()]
     positions = [None if all(own_bytes is None for own_bytes in position) else position for position in wire]
     return {name: positions} if any(position is not None for position in positions) else {}
@@ -195,8 +195,8 @@ def _candidates(wire: Sequence[Sequence[Any]], own_bytes: Sequence[Any] | None) 
     return [Logprob(*[*candidate, None if data is None else bytes(data)]) for candidate, data in pairs]
 
 
-class _Shape:
-    """Turns the errors of reading a foreign map into one that says what was being read."""
+class _Decoding:
+    """A context manager that converts errors of reading a map to a MalformedEntryError that names the map."""
 
     def __init__(self, noun: str) -> None:
         self._noun: Final = noun

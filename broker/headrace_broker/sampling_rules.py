@@ -1,7 +1,7 @@
-"""The sampling parameters that a message may carry: one table of names, types and ranges.
+"""The sampling parameters of a message: one table of names, types and ranges.
 
-The engine has rules of its own (`headrace_engine.sampling_checks`), for those who use it without a queue. What is
-accepted here is accepted there; some limits are tighter here, where strangers share a worker.
+The engine has its own rules (`headrace_engine.sampling_checks`) for use without a queue. It accepts every value that is
+accepted here. Some limits are tighter here, because tenants share a worker.
 """
 
 import math
@@ -27,10 +27,10 @@ MAX_TOKEN_ID: Final = 2**31 - 1
 DEFAULT_MAX_TOKENS: Final = 16
 DEFAULT_TEMPERATURE: Final = 1.0
 GREEDY_TEMPERATURE: Final = 1e-5
-"""Below it nothing is drawn."""
+"""Below it, decoding is greedy."""
 
 Rule: TypeAlias = Callable[[Any], str | None]
-"""Says what the value must be and is not, or None where it is."""
+"""Returns the problem of a value, such as `must be ..., not ...`, or None if it is valid."""
 
 
 def _integer(low: int, high: int) -> Rule:
@@ -58,16 +58,16 @@ def _boolean(value: Any) -> str | None:
     return None if isinstance(value, bool) else f"must be true or false, not {shown(value)}"
 
 
-def _strings(most: int, most_chars: int) -> Rule:
+def _strings(max_count: int, max_chars: int) -> Rule:
     def rule(value: Any) -> str | None:
         strings = [value] if isinstance(value, str) else value
         if not isinstance(strings, (list, tuple)):
             return f"must be a string or a list of strings, not {shown(value)}"
-        if len(strings) > most:
-            return f"must hold at most {most} strings, not {len(strings)}"
+        if len(strings) > max_count:
+            return f"must hold at most {max_count} strings, not {len(strings)}"
         for string in strings:
-            if not isinstance(string, str) or not 1 <= len(string) <= most_chars:
-                return f"must hold strings of 1 to {most_chars} characters, not {shown(string)}"
+            if not isinstance(string, str) or not 1 <= len(string) <= max_chars:
+                return f"must hold strings of 1 to {max_chars} characters, not {shown(string)}"
             if not is_unicode(string):
                 return "must hold valid Unicode text, without lone surrogates"
         return None
@@ -75,12 +75,12 @@ def _strings(most: int, most_chars: int) -> Rule:
     return rule
 
 
-def _token_ids(most: int, *, least: int = 0) -> Rule:
+def _token_ids(max_count: int, *, min_count: int = 0) -> Rule:
     def rule(value: Any) -> str | None:
         if not isinstance(value, (list, tuple)):
             return f"must be a list of token ids, not {shown(value)}"
-        if not least <= len(value) <= most:
-            return f"must hold {f'{least} to' if least else 'at most'} {most} token ids, not {len(value)}"
+        if not min_count <= len(value) <= max_count:
+            return f"must hold {f'{min_count} to' if min_count else 'at most'} {max_count} token ids, not {len(value)}"
         return token_id_problem(value)
 
     return rule
@@ -113,7 +113,7 @@ def _repetition_detection(value: Any) -> str | None:
         return f"must be a map of {', '.join(_PATTERN_RULES)}, not {shown(value)}"
     for name, number in value.items():
         if name not in _PATTERN_RULES:
-            return f"must hold nothing but {', '.join(_PATTERN_RULES)}, not {str(name)[:40]!r}"
+            return f"must hold only {', '.join(_PATTERN_RULES)}, not {str(name)[:40]!r}"
         complaint = _PATTERN_RULES[name](number)
         if complaint:
             return f"must hold a {name} that {complaint}"
@@ -126,7 +126,7 @@ def _repetition_detection(value: Any) -> str | None:
 
 
 def _extra_args(value: Any) -> str | None:
-    """Which names are read is known to the worker alone: it refuses the others."""
+    """Check the size only. The worker knows the supported names and refuses the others."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         return f"must be a map from names to values, not {shown(value)}"
     if len(value) > MAX_EXTRA_ARGS:
@@ -136,7 +136,7 @@ def _extra_args(value: Any) -> str | None:
 
 
 def token_id_problem(token_ids: list[Any] | tuple[Any, ...]) -> str | None:
-    """What is wrong with the first bad token id, if any."""
+    """Return the problem of the first invalid token id, or None."""
     for position, token_id in enumerate(token_ids):
         if not is_integer(token_id) or not 0 <= token_id <= MAX_TOKEN_ID:
             return f"must hold integers from 0 to {MAX_TOKEN_ID}, not {shown(token_id)} at position {position}"
@@ -161,7 +161,7 @@ SAMPLING_RULES: Final[Mapping[str, Rule]] = {
     "frequency_penalty": _number(-2, 2),
     "repetition_penalty": _number(0, above=True),
     "logit_bias": _logit_bias,
-    "allowed_token_ids": _token_ids(MAX_ALLOWED_TOKEN_IDS, least=1),
+    "allowed_token_ids": _token_ids(MAX_ALLOWED_TOKEN_IDS, min_count=1),
     "bad_words": _strings(MAX_BAD_WORDS, MAX_BAD_WORD_CHARS),
     "repetition_detection": _repetition_detection,
     "detokenize": _boolean,
@@ -175,7 +175,7 @@ SAMPLING_RULES: Final[Mapping[str, Rule]] = {
 
 
 def sampling_problems(params: Mapping[str, Any]) -> list[str]:
-    """Every problem of a map of sampling parameters; unknown names are refused by name. Null means the default."""
+    """Return every problem of a map of sampling parameters. Null means the default; unknown names are problems."""
     params = {name: value for name, value in params.items() if value is not None}
     problems = [f"unknown sampling parameter {str(name)[:40]!r}" for name in params if name not in SAMPLING_RULES]
     for name, value in params.items():
@@ -195,7 +195,7 @@ def sampling_problems(params: Mapping[str, Any]) -> list[str]:
 
 
 def as_sent(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters as they travel: without those that are null, all keys text, as strict msgpack wants them."""
+    """Return the parameters as they are sent: without nulls, and with string keys, which strict msgpack requires."""
     sent = {name: value for name, value in params.items() if value is not None}
     if "logit_bias" in sent:
         sent["logit_bias"] = {str(token_id): bias for token_id, bias in sent["logit_bias"].items()}

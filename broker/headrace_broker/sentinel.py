@@ -1,4 +1,4 @@
-"""Redis behind Sentinels: pools whose connections ask the Sentinels for the master, and the patience for a failover."""
+"""Redis behind Sentinels: pools whose connections ask the Sentinels for the master, and retries during a failover."""
 
 import asyncio
 import time
@@ -12,10 +12,10 @@ from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
 FAILOVER_SECONDS: Final = 30.0
-"""How long a client that may repeat itself waits for another master: Sentinels need some seconds to see that one is
-down, and some more to agree."""
+"""How long a client that may repeat commands waits for the next master. Sentinels need some seconds to see that a
+master is down, and some more to agree."""
 
-# A Sentinel that does not answer is passed over for the next one; it is asked at every reconnect.
+# A client skips a Sentinel that does not answer. The timeouts are short, because every connect asks it again.
 SENTINEL_TIMEOUTS: Final[dict[str, Any]] = {"socket_timeout": 1.0, "socket_connect_timeout": 1.0}
 _RETRY_FOREVER: Final = -1
 
@@ -25,12 +25,12 @@ T = TypeVar("T")
 def master_pool(
     hosts: Sequence[tuple[str, int]], master: str, sentinel_options: Mapping[str, Any], **connection: Any
 ) -> "MasterPool":
-    """A pool of connections to whatever server is the master when they connect.
+    """Return a pool whose connections connect to the current master.
 
     Args:
         hosts: the Sentinels.
-        sentinel_options: how to reach these, as redis-py's client takes it.
-        connection: how to reach the master, as redis-py's pools take it.
+        sentinel_options: options of redis-py's client for the Sentinels.
+        connection: options of redis-py's pools for the master.
     """
     options = {**SENTINEL_TIMEOUTS, **sentinel_options}
     sentinels = redis.sentinel.Sentinel(hosts, sentinel_kwargs=options)  # type: ignore[no-untyped-call]
@@ -41,7 +41,7 @@ def master_pool(
 def async_master_pool(
     hosts: Sequence[tuple[str, int]], master: str, sentinel_options: Mapping[str, Any], **connection: Any
 ) -> "AsyncMasterPool":
-    """The same for asyncio."""
+    """Return the same pool for asyncio."""
     options = {**SENTINEL_TIMEOUTS, **sentinel_options}
     sentinels = redis.asyncio.sentinel.Sentinel(list(hosts), sentinel_kwargs=options)  # type: ignore[no-untyped-call]
     tls = connection.pop("ssl", False)
@@ -50,64 +50,64 @@ def async_master_pool(
 
 
 class MasterConnection(redis.sentinel.SentinelManagedConnection):
-    """Asks the Sentinels at every connect. redis-py's own goes back to the address of before, a dead master's, where
-    the connection broke under a command that is then repeated.
+    """Asks the Sentinels at every connect. redis-py's own class reconnects to the address of the dead master when a
+    connection breaks during a command that is then repeated.
     """
 
-    _was_told = False
+    _has_address = False
 
     def connect_to(self, address: tuple[str, int]) -> None:
-        self._was_told = True
+        self._has_address = True
         try:
             super().connect_to(address)  # type: ignore[no-untyped-call]
         finally:
-            self._was_told = False
+            self._has_address = False
 
     def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
-        if self._was_told:
+        if self._has_address:
             super().connect_check_health(check_health, retry_socket_connect)
         else:
             self.connect()  # type: ignore[no-untyped-call]
 
 
 class MasterTlsConnection(MasterConnection, redis.SSLConnection):
-    """The same over TLS."""
+    """`MasterConnection` over TLS."""
 
 
 class AsyncMasterConnection(redis.asyncio.sentinel.SentinelManagedConnection):
     """`MasterConnection` for asyncio."""
 
-    _was_told = False
+    _has_address = False
 
     async def connect_to(self, address: tuple[str, int]) -> None:
-        self._was_told = True
+        self._has_address = True
         try:
             await super().connect_to(address)  # type: ignore[no-untyped-call]
         finally:
-            self._was_told = False
+            self._has_address = False
 
     async def connect_check_health(self, check_health: bool = True, retry_socket_connect: bool = True) -> None:
-        if self._was_told:
+        if self._has_address:
             await super().connect_check_health(check_health, retry_socket_connect)
         else:
             await self.connect()  # type: ignore[no-untyped-call]
 
 
 class AsyncMasterTlsConnection(AsyncMasterConnection, redis.asyncio.SSLConnection):
-    """The same over TLS."""
+    """`AsyncMasterConnection` over TLS."""
 
 
 class MasterPool(redis.sentinel.SentinelConnectionPool):
-    """Closes its connections to the Sentinels, too."""
+    """Also closes its connections to the Sentinels."""
 
     def disconnect(self, inuse_connections: bool = True) -> None:
         super().disconnect(inuse_connections)
-        if inuse_connections:  # redis-py disconnects the idle ones alone when there is a new master
+        if inuse_connections:  # false when redis-py disconnects only idle connections, because the master has changed
             self.sentinel_manager.close()
 
 
 class AsyncMasterPool(redis.asyncio.sentinel.SentinelConnectionPool):
-    """The same for asyncio."""
+    """`MasterPool` for asyncio."""
 
     async def disconnect(self, inuse_connections: bool = True) -> None:
         await super().disconnect(inuse_connections)
@@ -116,7 +116,7 @@ class AsyncMasterPool(redis.asyncio.sentinel.SentinelConnectionPool):
 
 
 class FailoverRetry(Retry):
-    """Tries again for FAILOVER_SECONDS, however often that is, and however redis-py nests its retries."""
+    """Retries for FAILOVER_SECONDS, with no limit on attempts, even if redis-py nests its retries."""
 
     def __init__(self) -> None:
         super().__init__(_backoff(), _RETRY_FOREVER)
@@ -132,7 +132,7 @@ class FailoverRetry(Retry):
 
 
 class AsyncFailoverRetry(AsyncRetry):
-    """The same for asyncio."""
+    """`FailoverRetry` for asyncio."""
 
     def __init__(self) -> None:
         super().__init__(_backoff(), _RETRY_FOREVER)

@@ -1,6 +1,6 @@
-"""The lease transport for servers that are not at a host and a port: a socket of this machine, and Sentinels.
+"""The lease transport for servers without a fixed host and port: Unix sockets and Sentinels.
 
-`app.make_app` selects them and gives them what they want to know.
+`app.make_app` selects them and passes their options.
 """
 
 from typing import Any
@@ -13,16 +13,16 @@ from headrace_broker.transport import Channel, Transport
 
 
 class SocketTransport(Transport):
-    """With a URL such as socket:///run/redis.sock?virtual_host=0."""
+    """For URLs such as socket:///run/redis.sock?virtual_host=0."""
 
-    can_parse_url = True  # kombu's channel takes this URL apart, as soon as kombu's connection leaves it whole
+    can_parse_url = True  # makes kombu's connection pass the URL unparsed to its channel, which can parse it
 
     def as_uri(self, uri: str, include_password: bool = False, mask: str = "**") -> str:
         return uri if include_password else str(maybe_sanitize_url(uri, mask))
 
 
 class SentinelChannel(Channel):
-    """Each of its connections asks the Sentinels for the master when it connects, the doorbells' among them."""
+    """Every connection, including those of blocking waits, asks the Sentinels for the master when it connects."""
 
     connection_class = MasterConnection
     connection_class_ssl = MasterTlsConnection
@@ -42,7 +42,7 @@ class SentinelChannel(Channel):
 
 
 class SentinelTransport(Transport):
-    """With the URL of any of the Sentinels."""
+    """For the URL of any one of the Sentinels."""
 
     Channel = SentinelChannel
     default_port = 26379

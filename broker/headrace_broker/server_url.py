@@ -1,10 +1,10 @@
-"""`ServerUrl`: where the queue's Redis is, checked, and in the spellings that Celery, kombu and redis-py want.
+"""`ServerUrl`: the checked address of the queue's Redis, in the formats of Celery, kombu and redis-py.
 
 redis://[user:password@]host:port/db
 rediss://host:port/db?ssl_ca_certs=/etc/ca.pem                           over TLS
-unix:///run/redis.sock?db=0                                              Celery's redis+socket:// is the same
-sentinel://[user:password@]host:port,host:port,host:port/db?master=name  whatever server the Sentinels name
-sentinels://...?ssl_ca_certs=/etc/ca.pem                                 the same, all over TLS
+unix:///run/redis.sock?db=0                                              Celery's redis+socket:// means the same
+sentinel://[user:password@]host:port,host:port,host:port/db?master=name  the master that the Sentinels name
+sentinels://...?ssl_ca_certs=/etc/ca.pem                                 Sentinels and master over TLS
 """
 
 import re
@@ -25,7 +25,7 @@ _CERT_REQS: Final = {"CERT_REQUIRED": "required", "CERT_OPTIONAL": "optional", "
 _TLS_FILES: Final = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 _TLS_OPTIONS: Final = (*_TLS_FILES, "ssl_cert_reqs", "ssl_check_hostname")
 _SENTINEL_OPTIONS: Final = ("master", "sentinel_username", "sentinel_password")
-# Which redis-py's connections read; kombu takes the ones that it knows.
+# Options that redis-py's connections read. kombu reads some of them.
 _SERVER_OPTIONS: Final = (
     "client_name",
     "health_check_interval",
@@ -41,37 +41,37 @@ _CREDENTIALS: Final = {"password", "passwd", "pass", "auth", "username", "user"}
 
 @dataclass(frozen=True, slots=True)
 class ServerUrl:
-    """One server, or the Sentinels that know which server it is; `text` is the one spelling of it."""
+    """A single server, or the Sentinels that name the master. `text` is the normalised URL."""
 
     text: str = field(repr=False)
     kind: Literal["tcp", "unix", "sentinel"]
     tls: bool
     hosts: tuple[tuple[str, int], ...]
-    """The Sentinels; empty for other kinds."""
+    """Addresses of the Sentinels; empty for other kinds."""
     path: str
-    """Of the socket; empty for other kinds."""
+    """Path of the socket; empty for other kinds."""
     db: int
     username: str | None
     password: str | None = field(repr=False)
     options: Mapping[str, str] = field(repr=False)
-    """What stood behind the question mark, but the database."""
+    """The URL's query options, without the database."""
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Raises SettingsError, which says what is wrong and shows no password."""
+        """Parse and check a URL. Raises SettingsError, which names the problem and shows no password."""
         try:
             parts = urlsplit(url)
             if parts.scheme in ("redis", "rediss"):
                 _ = parts.port  # raises
-        except ValueError:  # whose sentence may quote a password
-            raise SettingsError(f"redis_url has a host or a port that cannot be one; {_ENCODED}") from None
+        except ValueError:  # its message may quote a password
+            raise SettingsError(f"redis_url has an invalid host or port; {_ENCODED}") from None
         if parts.fragment or ("@" in parts.path and not parts.scheme.endswith(("unix", "socket"))):
             # the rest of a password, which would be shown as a host or a database
-            raise SettingsError(f"redis_url has a # or a / in its password, or an @ behind its host; {_ENCODED}")
+            raise SettingsError(f"redis_url has a # or a / in its password, or an @ after its host; {_ENCODED}")
         options = dict(parse_qsl(parts.query))
-        if _CREDENTIALS & options.keys():  # redis-py would read them, and kombu not
+        if _CREDENTIALS & options.keys():  # redis-py would read them, but kombu would not
             raise SettingsError(
-                "redis_url names a user or a password as an option: write redis://user:password@host:port/db;"
+                "redis_url gives a user or a password as an option: write redis://user:password@host:port/db;"
                 f" {_ENCODED}"
             )
         match parts.scheme:
@@ -88,7 +88,7 @@ class ServerUrl:
     def _tcp(cls, scheme: str, netloc: str, path: str, options: dict[str, str]) -> Self:
         db = _database(path.lstrip("/") or options.get("db", ""))
         if options.pop("db", str(db)) != str(db):
-            raise SettingsError(f"redis_url names two databases, {db} in its path and another one as db")
+            raise SettingsError(f"redis_url names two databases: {db} in its path and another in its option db")
         _check_known(options, _SERVER_OPTIONS)
         _check_tls(options, tls=scheme == "rediss")
         text = urlunsplit((scheme, netloc, f"/{db}", urlencode(options), ""))
@@ -98,7 +98,7 @@ class ServerUrl:
     @classmethod
     def _unix(cls, netloc: str, path: str, options: dict[str, str]) -> Self:
         if netloc.rpartition("@")[2] or path in ("", "/"):
-            raise SettingsError("redis_url must name its socket by a whole path, as unix:///run/redis.sock does")
+            raise SettingsError("redis_url must name its socket by an absolute path, such as unix:///run/redis.sock")
         db = _database(options.pop("virtual_host", "") or options.pop("db", ""))
         _check_known(options, _SERVER_OPTIONS)
         _check_tls(options, tls=False)
@@ -125,7 +125,7 @@ class ServerUrl:
 
     @property
     def safe(self) -> str:
-        """Without password and options: fit for logs and error messages."""
+        """The URL without password and options, for logs and error messages."""
         parts = urlsplit(self.text)
         master = f"master={quote(self.master)}" if self.kind == "sentinel" else ""
         text = urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, master, ""))
@@ -133,12 +133,12 @@ class ServerUrl:
 
     @property
     def master(self) -> str:
-        """The name under which Sentinels know the server."""
+        """The name of the master at the Sentinels."""
         return self.options["master"]
 
     @property
     def tls_options(self) -> dict[str, Any]:
-        """As redis-py's connections take them."""
+        """The TLS options as arguments of redis-py's connections."""
         found: dict[str, Any] = {name: self.options[name] for name in _TLS_OPTIONS if name in self.options}
         if "ssl_check_hostname" in found:
             found["ssl_check_hostname"] = found["ssl_check_hostname"] == "true"
@@ -146,20 +146,20 @@ class ServerUrl:
 
     @property
     def connection_options(self) -> dict[str, Any]:
-        """Database, user and TLS of the master behind Sentinels, as redis-py's pools take them."""
+        """Database, user and TLS options of the master behind Sentinels, as arguments of redis-py's pools."""
         found: dict[str, Any] = {"db": self.db, "username": self.username, "password": self.password}
         return found | ({"ssl": True, **self.tls_options} if self.tls else {})
 
     @property
     def sentinel_options(self) -> dict[str, Any]:
-        """How the Sentinels themselves are reached: arguments of redis-py's client."""
+        """User and TLS options of the Sentinels themselves, as arguments of redis-py's client."""
         names = {"username": "sentinel_username", "password": "sentinel_password"}
         found: dict[str, Any] = {name: self.options[given] for name, given in names.items() if given in self.options}
         return found | ({"ssl": True, **self.tls_options} if self.tls else {})
 
     @property
     def userinfo(self) -> str:
-        """`user:password@` as it is spelled in URLs; empty where there is none."""
+        """`user:password@` as URLs spell it; empty if the URL has none."""
         userinfo, at, _ = urlsplit(self.text).netloc.rpartition("@")
         return userinfo + at
 
@@ -187,17 +187,17 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 
 def _check_known(options: Mapping[str, str], known: tuple[str, ...]) -> None:
-    """Refuse what no library reads. Options of TLS have a check of their own."""
+    """Refuse options that no library reads. `_check_tls` checks those of TLS."""
     unknown = sorted(name for name in options if name not in known and not name.startswith("ssl_"))
     if unknown:
-        # with a question mark in a password, anything may stand here
+        # if the password has a question mark, these may be parts of the password
         named = [name for name in unknown if _OPTION_NAME.fullmatch(name)]
         names = f": {', '.join(named)}" if named == unknown else ""
         raise SettingsError(f"redis_url has unknown options{names}; known are {', '.join((*known, *_TLS_OPTIONS))}")
 
 
 def _check_tls(options: dict[str, str], *, tls: bool) -> None:
-    """Brings the options of TLS into redis-py's spelling. A library's own error would not say which file it missed."""
+    """Check the TLS options and convert them to redis-py's spelling. Its own error would not name a missing file."""
     given = [name for name in options if name.startswith("ssl_")]
     if given and not tls:
         raise SettingsError(f"redis_url has {', '.join(given)}, which need TLS: rediss:// or sentinels://")
@@ -205,7 +205,7 @@ def _check_tls(options: dict[str, str], *, tls: bool) -> None:
         return
     unknown = sorted(set(given) - set(_TLS_OPTIONS))
     if unknown:
-        raise SettingsError(f"redis_url has unknown options: {', '.join(unknown)}; of TLS: {', '.join(_TLS_OPTIONS)}")
+        raise SettingsError(f"redis_url has unknown TLS options {', '.join(unknown)}; known: {', '.join(_TLS_OPTIONS)}")
     reqs = options.get("ssl_cert_reqs", "required")
     options["ssl_cert_reqs"] = _CERT_REQS.get(reqs, reqs)
     if options["ssl_cert_reqs"] not in _CERT_REQS.values():
@@ -217,4 +217,4 @@ def _check_tls(options: dict[str, str], *, tls: bool) -> None:
         options["ssl_check_hostname"] = check
     for name in _TLS_FILES:
         if name in options and not Path(options[name]).is_file():
-            raise SettingsError(f"{name} must be a file, but there is none at {options[name]!r}")
+            raise SettingsError(f"{name} must name an existing file, not {options[name]!r}")

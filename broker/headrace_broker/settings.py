@@ -1,4 +1,4 @@
-"""What a producer, a subscriber and a worker must know about the queue. Engine settings are not here."""
+"""The settings of the queue that producers, subscribers and workers share. Engine settings are elsewhere."""
 
 import math
 from collections.abc import Mapping
@@ -18,25 +18,25 @@ _BOOLEANS: Final = {"true": True, "1": True, "yes": True, "on": True} | dict.fro
 
 @dataclass(frozen=True, slots=True)
 class BrokerSettings:
-    """Where the queue is and how long things live in it. All times are seconds."""
+    """Address, lifetimes and limits of the queue. All times are in seconds."""
 
     redis_url: str = field(default=DEFAULT_REDIS_URL, repr=False)
     lease_seconds: float = 15.0
-    """A worker that is silent for so long loses its messages to the others."""
+    """A worker that does not renew its leases for this long loses its messages to other workers."""
     result_ttl_seconds: int = 600
     """How long a stream lives after its last entry, and a result after it was stored."""
     delivery_limit: int = 5
-    """A message is handed to workers so often before it becomes a dead letter."""
+    """How often a message is delivered to workers before it becomes a dead letter."""
     max_queued_requests: int = 0
-    """Clients refuse to submit to a queue that holds so many already; 0 sets no bound."""
+    """Clients refuse to submit to a queue that holds this many requests; 0: no limit."""
     max_queued_requests_per_tenant: int = 0
-    """The same for the requests of one tenant in a queue; workers refuse what other producers send beyond it."""
+    """The same limit for each tenant's requests in a queue; workers refuse requests of other producers beyond it."""
     ageing_seconds: float = 120.0
-    """A request that waits so long counts one priority step better (9, 6, 3, 0), and again after as long; 0 never."""
+    """A request gains one priority step (9, 6, 3, 0) each time it has waited this long; 0: never."""
     prefix_affinity: bool = False
-    """A worker prefers, of the tenant that is due, a prompt that begins as one it has had lately."""
+    """A worker prefers, among the next tenant's requests, a prompt that begins like one it ran recently."""
     tenant_weights: str = ""
-    """`acme=4,beta=0.5`: shares of a queue, in tokens, that workers give to these tenants; 1 to all others."""
+    """Shares of a queue, in tokens, for some tenants, such as `acme=4,beta=0.5`; other tenants have 1."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "redis_url", ServerUrl.parse(self.redis_url).text)
@@ -53,7 +53,7 @@ class BrokerSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Self:
-        """Reads `HEADRACE_REDIS_URL`, `HEADRACE_LEASE_SECONDS` and so on; what is not set keeps its default."""
+        """Read `HEADRACE_REDIS_URL`, `HEADRACE_LEASE_SECONDS` and so on. Unset ones keep their defaults."""
         values: dict[str, str | float | int] = {}
         for setting in fields(cls):
             variable = f"HEADRACE_{setting.name.upper()}"
@@ -64,17 +64,17 @@ class BrokerSettings:
 
     @property
     def weights(self) -> dict[str, float]:
-        """`tenant_weights` by tenant."""
+        """The weights of `tenant_weights` by tenant."""
         return parse_weights(self.tenant_weights)
 
     @property
     def server(self) -> ServerUrl:
-        """The URL taken apart."""
+        """The parsed URL."""
         return ServerUrl.parse(self.redis_url)
 
     @property
     def safe_url(self) -> str:
-        """The URL without its password and options: fit for logs and error messages."""
+        """The URL without password and options, for logs and error messages."""
         return self.server.safe
 
 

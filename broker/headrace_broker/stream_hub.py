@@ -1,6 +1,6 @@
-"""Follow many streams over one connection, joined and left at any time: for servers with many subscribers.
+"""Reads many streams over one connection, for servers with many subscribers, which can come and go during a read.
 
-A reader of its own for each of 64 streams takes 64 reads a step of the engine; the hub takes one.
+With a reader for each stream, 64 streams take 64 reads for each step of the engine; the hub takes one.
 """
 
 import asyncio
@@ -21,48 +21,48 @@ from headrace_broker.errors import (
 )
 from headrace_broker.events import EndEvent, StreamEvent
 from headrace_broker.keys import HUB_SECONDS, hub_key
-from headrace_broker.listeners import SHORTEST_SECONDS, touch, touch_every
+from headrace_broker.listeners import SHORTEST_SECONDS, heartbeat_interval, send_heartbeat
 from headrace_broker.subscriber import Readers, execute_async
 
 if TYPE_CHECKING:
     import redis.asyncio
 
 _MAX_WAITING: Final = 512
-"""Events that wait for one subscriber; beyond it its streams are left in Redis until these are taken."""
+"""Limit for the events that wait for one subscriber. At the limit its streams are not read until it takes them."""
 _RETRY_SECONDS: Final = 0.2
 MAX_SUBSCRIBERS: Final = 16
-"""Of one stream at a time: each beyond the first takes a connection."""
+"""Limit for the subscribers of one stream at a time: each beyond the first takes a connection."""
 
 
 class Subscription:
-    """The events of some streams that one subscriber has yet to take."""
+    """The events of some streams that wait for one subscriber."""
 
     def __init__(self, hub: "StreamHub", last_ids: Mapping[str, str | None]) -> None:
         self._hub: Final = hub
         self._last_ids: Final = dict(last_ids)
-        """Of the streams that have not ended, behind the last event taken."""
+        """The id of the last entry taken of each stream that has not ended."""
         self._events: list[tuple[str, StreamEvent | StreamExpiredError]] = []
         self._error: Exception | None = None
-        self._news: asyncio.Future[None] | None = None
-        """Done when something has come, where `take` waits."""
+        self._waiter: asyncio.Future[None] | None = None
+        """Set while `take` waits; done when an event has arrived."""
         self._is_paused = False
 
     @property
     def request_ids(self) -> list[str]:
-        """Streams that have not ended."""
+        """The streams that have not ended."""
         return list(self._last_ids)
 
     async def take(self, timeout: float | None) -> list[tuple[str, StreamEvent | StreamExpiredError]]:
-        """Wait for events and return all that have come, (request id, event); none after `timeout` seconds.
+        """Wait for events and return all that have arrived, as (request id, event); none after `timeout` seconds.
 
-        The last event of a stream is its EndEvent, or a StreamExpiredError where it is gone. Raises redis-py's errors
-        where Redis is away for longer than the hub's patience.
+        The last event of a stream is its EndEvent, or a StreamExpiredError if it has expired. Raises redis-py's errors
+        if Redis is unreachable for longer than the hub's `max_outage_seconds`.
         """
         if not self._events and self._error is None:
             if self._is_paused:
                 self._is_paused = False
                 await self._hub.join(self._last_ids)
-            if not self._events and self._error is None:  # something may have come while it joined
+            if not self._events and self._error is None:  # events may have arrived during `join`
                 await self._wait(timeout)
         if self._error is not None:
             raise self._error
@@ -75,25 +75,25 @@ class Subscription:
         return taken
 
     async def _wait(self, timeout: float | None) -> None:
-        # An asyncio.timeout around an asyncio.Event takes three times as long, and there is a wait an event.
+        # An asyncio.timeout around an asyncio.Event takes three times as long, and there is a wait for each event.
         loop = asyncio.get_running_loop()
-        self._news = loop.create_future()
+        self._waiter = loop.create_future()
         timer = None if timeout is None else loop.call_later(timeout, self._end_wait)
         try:
-            await self._news
+            await self._waiter
         finally:
-            self._news = None
+            self._waiter = None
             if timer is not None:
                 timer.cancel()
 
     def _end_wait(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def put(self, request_id: str, event: StreamEvent | StreamExpiredError) -> None:
-        """From the hub."""
+        """Add an event. Called by the hub."""
         if self._is_paused:
-            return  # it is read again
+            return  # the hub reads it again later
         self._events.append((request_id, event))
         self._end_wait()
         if len(self._events) >= _MAX_WAITING:
@@ -101,24 +101,24 @@ class Subscription:
             self._hub.pause(self._last_ids)
 
     def fail(self, error: Exception) -> None:
-        """From the hub: nothing more comes."""
+        """End the subscription with an error. Called by the hub."""
         self._error = error
         self._end_wait()
 
 
 class StreamHub:
-    """Belongs to one event loop. `aclose` it in the end.
+    """Reads the streams of many subscriptions. It belongs to one event loop. Call `aclose` at the end.
 
     Args:
         client: from `connections.connect_async`.
-        patience: seconds for which Redis may be away before subscribers are told.
+        max_outage_seconds: seconds for which Redis may be unreachable before `take` raises.
     """
 
-    def __init__(self, client: "redis.asyncio.Redis", *, patience: float = 30.0, subscriber: int = 1) -> None:
+    def __init__(self, client: "redis.asyncio.Redis", *, max_outage_seconds: float = 30.0, subscriber: int = 1) -> None:
         self._client: Final = client
-        self._subscriber: Final = subscriber
-        """Which of a stream's subscribers are here: the first, the second and so on."""
-        self._patience: Final = patience
+        self._number: Final = subscriber
+        """Which of a stream's subscribers this hub has: the first, the second and so on."""
+        self._max_outage: Final = max_outage_seconds
         self._key: Final = hub_key(uuid.uuid4().hex)
         self._readers: Final = Readers({}, None)
         self._readers.wake = (self._key, BEGINNING)
@@ -126,36 +126,36 @@ class StreamHub:
         self._has_streams: Final = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._paused: Final[set[str]] = set()
-        """Streams whose subscribers have not taken what has come."""
-        self._touching: asyncio.Task[None] | None = None
+        """Streams that are not read until their subscribers have taken the waiting events."""
+        self._heartbeat_task: asyncio.Task[None] | None = None
         self._next: StreamHub | None = None
-        """For the second subscriber of a stream: an XREAD names a stream once."""
+        """The hub for the next subscriber of a stream, because an XREAD can name a stream only once."""
 
     def __len__(self) -> int:
-        """Streams that are followed now."""
+        """Return the number of streams that have subscribers."""
         return len(self._subscriptions) + (len(self._next) if self._next is not None else 0)
 
     async def aclose(self) -> None:
-        """Stop reading; subscribers that still wait get nothing more."""
+        """Stop reading. Waiting subscribers get no more events."""
         if self._next is not None:
             await self._next.aclose()
-        for task in filter(None, (self._task, self._touching)):
-            while not task.done():  # a reply that comes together with the cancellation can swallow it
+        for task in filter(None, (self._task, self._heartbeat_task)):
+            while not task.done():  # a reply that arrives together with the cancellation can swallow it
                 task.cancel()
                 await asyncio.wait({task}, timeout=_RETRY_SECONDS)
 
     @asynccontextmanager
     async def subscribe(self, last_ids: Mapping[str, str | None]) -> AsyncIterator[Subscription]:
-        """Follow streams, each from behind an entry, as `AsyncClient.events_many` does.
+        """Subscribe to streams, each after an entry id, as `AsyncClient.events_many` does.
 
         Raises TooManySubscribersError.
         """
         last_ids = check_last_ids(last_ids)
         if any(request_id in self._subscriptions for request_id in last_ids):
-            if self._subscriber == MAX_SUBSCRIBERS:
+            if self._number == MAX_SUBSCRIBERS:
                 raise TooManySubscribersError(MAX_SUBSCRIBERS)
             if self._next is None:
-                self._next = StreamHub(self._client, patience=self._patience, subscriber=self._subscriber + 1)
+                self._next = StreamHub(self._client, max_outage_seconds=self._max_outage, subscriber=self._number + 1)
             async with self._next.subscribe(last_ids) as subscription:
                 yield subscription
             return
@@ -170,40 +170,40 @@ class StreamHub:
             self.leave(last_ids)
 
     async def join(self, last_ids: Mapping[str, str | None]) -> None:
-        """Read these streams from now on."""
+        """Start to read these streams."""
         for request_id, last_id in last_ids.items():
             self._paused.discard(request_id)
             self._readers.add(request_id, last_id)
         self._has_streams.set()
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="stream hub")
-        with contextlib.suppress(*CONNECTION_ERRORS):  # the reading task meets them, too, and has patience
+        with contextlib.suppress(*CONNECTION_ERRORS):  # the reading task gets them too, and handles them
             async with self._client.pipeline(transaction=False) as pipe:
                 pipe.xadd(self._key, {"wake": 1}, maxlen=1)
                 pipe.expire(self._key, HUB_SECONDS)
                 await pipe.execute()
 
     def leave(self, last_ids: Mapping[str, str | None]) -> None:
-        """Read these streams no more."""
+        """Stop reading these streams."""
         for request_id in last_ids:
             self._readers.remove(request_id)
             self._paused.discard(request_id)
 
     def pause(self, last_ids: Mapping[str, str | None]) -> None:
-        """Leave these streams in Redis for a while; their requests still have a listener."""
+        """Stop reading these streams for a while, but go on with the heartbeats of their requests."""
         self.leave(last_ids)
         self._paused.update(last_ids)
-        if self._touching is None or self._touching.done():
-            self._touching = asyncio.create_task(self._touch_paused(), name="stream hub's touches")
+        if self._heartbeat_task is None or self._heartbeat_task.done():
+            self._heartbeat_task = asyncio.create_task(self._send_heartbeats(), name="stream hub heartbeats")
 
-    async def _touch_paused(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while self._paused:
-            with contextlib.suppress(*REDIS_ERRORS):  # the reading task meets them, too
+            with contextlib.suppress(*REDIS_ERRORS):  # the reading task gets them too
                 async with self._client.pipeline(transaction=False) as pipe:
                     for request_id in self._paused:
-                        touch(pipe, request_id)
+                        send_heartbeat(pipe, request_id)
                     await pipe.execute()
-            await asyncio.sleep(touch_every(SHORTEST_SECONDS))
+            await asyncio.sleep(heartbeat_interval(SHORTEST_SECONDS))
 
     async def _run(self) -> None:
         away_since: float | None = None
@@ -219,7 +219,7 @@ class StreamHub:
             except (*REDIS_ERRORS, HeadraceBrokerError) as error:
                 now = time.monotonic()
                 away_since = now if away_since is None else away_since
-                if isinstance(error, CONNECTION_ERRORS) and now - away_since < self._patience:
+                if isinstance(error, CONNECTION_ERRORS) and now - away_since < self._max_outage:
                     await asyncio.sleep(_RETRY_SECONDS)
                     continue
                 away_since = None
@@ -233,17 +233,17 @@ class StreamHub:
 
     async def _read(self) -> None:
         replies = await execute_async(self._client, self._readers.commands())
-        self._note_wake(replies)
+        self._update_wake_id(replies)
         for request_id, event in self._readers.received(replies):
             self._hand_over(request_id, event)
-        if self._readers.has_questions():
+        if self._readers.needs_checks():
             async with self._client.pipeline(transaction=False) as pipe:
-                self._readers.ask(pipe)
+                self._readers.add_checks(pipe)
                 answers = await pipe.execute()
-            for request_id, expired in self._readers.answered(answers):
+            for request_id, expired in self._readers.checked(answers):
                 self._hand_over(request_id, expired)
 
-    def _note_wake(self, replies: list[Any]) -> None:
+    def _update_wake_id(self, replies: list[Any]) -> None:
         for reply in replies:
             for key, entries in reply or ():
                 if key == self._key.encode():

@@ -1,8 +1,8 @@
 """The writing side of a request's stream: claim, publish, end. The reading side is in `subscriber.py`.
 
 Redis accepts an entry only if its ID is above the stream's last, and the ID is `<attempt>-<tokens after this entry>`.
-So it rejects by itself every duplicate and everything that a fenced worker still sends, whether that worker is behind
-its successor or ahead of it.
+So Redis itself rejects every duplicate and every write of a fenced worker, even if that worker has generated more
+tokens than its successor.
 """
 
 from collections.abc import Collection, Iterable
@@ -36,44 +36,44 @@ _PUBLISH: Final = script("stream_prelude", "stream_publish")
 
 _ENDED: Final = 1
 _ANOTHERS: Final = 2
-"""States of a claim, as `stream_claim.lua` says them."""
+"""States of a claim that `stream_claim.lua` returns."""
 
 Attempt: TypeAlias = tuple[str, int]
-"""A request's id and the number of one attempt at it: the same worker may make more than one."""
+"""A request's id and the number of an attempt. One worker may make more than one attempt."""
 
 
 class WriteOutcome(StrEnum):
-    """Why a write was not accepted. In each case the writer must stop generating and write no more."""
+    """Why Redis did not accept a write. The writer must stop generating, unless a retry after ROLLED_BACK succeeds."""
 
-    FENCED = "fenced"  # another worker has taken the request over, or has ended it
-    CANCELLED = "cancelled"  # a client ended it
+    FENCED = "fenced"  # another worker has taken over or ended the request
+    CANCELLED = "cancelled"  # a client cancelled it
     GONE = "gone"  # the stream has expired or was deleted
     ROLLED_BACK = "rolled_back"
-    """The server lost entries that it had accepted. This one would leave a gap; or the claim was lost, another worker
-    has made it, too, and has written these tokens under the same attempt."""
+    """The server lost writes that it had accepted. Either this entry would leave a gap, or the claim was lost, and
+    another worker with the same attempt number has written these tokens."""
 
 
 class Ending(StrEnum):
-    """What became of an end that was to be written to a stream from outside."""
+    """The outcome of ending a stream without a claim."""
 
     WRITTEN = "written"
     HAD_ENDED = "had ended"
     ANOTHERS = "another's"
-    """The stream is that of another message with the same request id, and was left alone."""
+    """The stream belongs to another message with the same request id, and was not changed."""
 
 
-@dataclass(slots=True)  # not frozen: that takes 1 us more, and there is one of them a chunk
+@dataclass(slots=True)  # not frozen, which would cost 1 us more for each chunk
 class StreamWrite:
-    """One entry to publish; `chunk` and `end` build it with the right id and data. Never changed afterwards."""
+    """One entry to publish. `chunk` and `end` make it with the right id and data. It must not be changed afterwards."""
 
     request_id: str
     attempt: int
     entry_id: str
     entry_before: str
-    """The entry behind which this one belongs, or an id of as many tokens where it is an earlier attempt's."""
+    """The id of the entry before this one. If an earlier attempt wrote that, this attempt's id with its token count."""
     type: Literal["chunk", "end"]
     data: bytes = field(repr=False)
-    """Packed at once: bytes are nothing for the garbage collector to walk."""
+    """Packed at once, because the garbage collector does not traverse bytes."""
 
     @property
     def key(self) -> Attempt:
@@ -94,10 +94,10 @@ class StreamWrite:
         stop_reason: int | str | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
     ) -> Self:
-        """`offset` counts the tokens of all choices and attempts up to and including these.
+        """Make the entry of a chunk. `offset` counts the tokens of all choices and attempts, including this chunk.
 
-        Within an attempt every chunk needs an offset of its own: text without a token goes with the next token, or
-        with the choice's last chunk.
+        Within an attempt every chunk needs an offset of its own. So text without a token must be sent with the next
+        token, or with the choice's last chunk.
         """
         data: dict[str, Any] = {"index": index, "token_ids": token_ids, "text": text, "logprobs": logprobs}
         if logprobs is not None:
@@ -121,21 +121,21 @@ class StreamWrite:
         usage: Usage | None = None,
         error: ErrorInfo | None = None,
     ) -> Self:
-        """`tokens` counts those of all choices and attempts; the attempt must write nothing after it."""
+        """Make the end entry, the attempt's last one. `tokens` counts the tokens of all choices and attempts."""
         data = pack(end_data(finish_reason, usage, error))
         return cls(request_id, attempt, f"{attempt}-{tokens + 1}", f"{attempt}-{tokens}", "end", data)
 
 
 def pack_writes(writes: Iterable[StreamWrite]) -> bytes:
-    """As `StreamWriter.publish` sends them; `unpack_writes` makes the same of it again."""
+    """Encode writes as `StreamWriter.publish` sends them. `unpack_writes` decodes them."""
     entries = [(write.request_id, write.entry_id, write.entry_before, write.type, write.data) for write in writes]
-    # By a packer of its own, as a thread's keeps the room that it once needed: after an outage, that of all tokens.
+    # Not by the thread's packer, whose buffer never shrinks: after an outage this encodes all tokens at once.
     packed: bytes = msgpack.packb(entries, use_bin_type=False)
     return packed
 
 
 def unpack_writes(packed: bytes, request_ids: Collection[str]) -> list[StreamWrite]:
-    """Those of these requests alone, as there may be very many others."""
+    """Decode the writes of these requests only. There may be very many others."""
     wanted = {request_id.encode() for request_id in request_ids}
     entries = (entry for entry in msgpack.unpackb(packed, raw=True) if entry[0] in wanted)
     texts = (([part.decode() for part in entry[:4]], entry[4]) for entry in entries)
@@ -146,7 +146,7 @@ def unpack_writes(packed: bytes, request_ids: Collection[str]) -> list[StreamWri
 
 
 def end_data(finish_reason: str, usage: Usage | None, error: ErrorInfo | None) -> dict[str, Any]:
-    """The data of an end entry."""
+    """Return the data of an end entry."""
     return {
         "finish_reason": finish_reason,
         "usage": usage.to_wire() if usage else None,
@@ -156,24 +156,24 @@ def end_data(finish_reason: str, usage: Usage | None, error: ErrorInfo | None) -
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """The right to write to a stream as `attempt`, and everything that earlier attempts wrote.
+    """The right to write to a stream as `attempt`, and the entries of earlier attempts.
 
-    Nothing was claimed and nothing may be written where `ended` is set, as the request was already over, and where
-    `is_anothers` is, as the stream is that of another message with the same request id.
+    The claim failed, and the worker must not write, in two cases. If `ended` is set, the request had already ended. If
+    `is_anothers` is true, the stream belongs to another message with the same request id.
     """
 
     attempt: int
     entries: list[StreamEvent] = field(repr=False)
     ended: EndEvent | None
     engine_losses: int = 0
-    """How many engine processes, of any worker, died with this request in them; see `engine_losses.py`."""
+    """Number of engine processes, of all workers, that died while they ran this request; see `engine_losses.py`."""
     is_anothers: bool = False
     has_replaced: bool = False
-    """The stream had ids behind which nothing can come, which no worker writes: it was deleted and begun anew."""
+    """The stream had ids that no worker writes and that leave no room for a next id. It was deleted and begun anew."""
 
 
 def begun_with(entries: Iterable[StreamEvent], model: ModelIdentity) -> ModelIdentity | None:
-    """The weights that computed tokens among these entries and are not this model's; None where there are none."""
+    """Return the other model that computed tokens of these entries, if its weights differ from `model`'s; else None."""
     current: ModelIdentity | None = None
     for entry in entries:
         if isinstance(entry, StartEvent):
@@ -184,7 +184,7 @@ def begun_with(entries: Iterable[StreamEvent], model: ModelIdentity) -> ModelIde
 
 
 def draws_of(entries: Iterable[StreamEvent]) -> set[str]:
-    """The names of the draws behind the tokens among these entries, as far as their workers said."""
+    """Return the names of the draws of these entries' tokens, for the workers that gave one."""
     names: set[str] = set()
     current: str | None = None
     for entry in entries:
@@ -198,8 +198,8 @@ def draws_of(entries: Iterable[StreamEvent]) -> set[str]:
 class StreamWriter:
     """Writes the streams of a worker's requests.
 
-    `client` must return bytes (`connections.connect`); one thread publishes. Every method may be repeated when its
-    reply was lost, except that a repeated claim counts as one more attempt. Redis's errors pass through.
+    `client` must return bytes (`connections.connect`). Only one thread may publish. Every method may be repeated if its
+    reply was lost; a repeated claim begins one more attempt. Redis's errors pass through.
     """
 
     def __init__(self, client: "redis.Redis", ttl_seconds: int) -> None:
@@ -222,10 +222,10 @@ class StreamWriter:
         prompt_tail: str | None = None,
         draws: str | None = None,
     ) -> Claim:
-        """Takes the request over from whoever had it. A stream that has ended is left as it is.
+        """Take the request over from the worker that had it, if any. A stream that has ended is not changed.
 
-        `content` is the digest of the message that asks. A stream that was begun by a message of other content is left
-        as it is, too.
+        `content` is the digest of the message. A stream that belongs to a message of other content is not changed
+        either.
         """
         start: dict[str, Any] = {"worker": worker_name}
         if content is not None:
@@ -253,19 +253,19 @@ class StreamWriter:
         return Claim(attempt, entries, ended, losses, state == _ANOTHERS, bool(replaced))
 
     def publish(self, writes: Iterable[StreamWrite], packed: bytes | None = None) -> dict[Attempt, WriteOutcome]:
-        """Appends all entries in one round trip and returns the attempts of which one was not accepted.
+        """Append all entries in one round trip and return the attempts that had an entry refused.
 
-        A stream lives `ttl_seconds` from its latest entry on. If the reply was lost, publish the very same writes
-        again before any newer ones: what Redis has already is then ignored. Merged into other writes it would not be
-        recognised. Where an attempt was ROLLED_BACK, publish all of its latest writes again, from before the gap on.
+        A stream lives `ttl_seconds` from its latest entry on. If the reply was lost, publish exactly the same writes
+        again before any newer ones: entries that Redis already has are then ignored. They would not be recognised if
+        they were merged. If an attempt was ROLLED_BACK, publish all its latest writes again, from before the gap on.
 
-        `packed` is what `pack_writes` makes of the writes, where the caller needs it, too.
+        `packed` is the result of `pack_writes`, if the caller has it already.
         """
         writes = list(writes)
         if not writes:
             return {}
         packed = packed or pack_writes(writes)
-        # In one argument, and no KEYS: each argument of its own costs redis-py more than Redis takes to unpack all.
+        # As one argument and without KEYS: each argument costs redis-py more time than Redis needs to unpack them all.
         failed = self._held.run(self._publish, [self._ttl_seconds, packed])
         outcomes: dict[Attempt, WriteOutcome] = {}
         for position, outcome in zip(failed[::2], failed[1::2], strict=True):
@@ -273,37 +273,37 @@ class StreamWriter:
         return outcomes
 
     def exists(self, request_id: str) -> bool:
-        """Whether somebody has begun the request, or ended it. Redis's errors pass through."""
+        """Return whether the request has a stream: it was begun or ended. Redis's errors pass through."""
         return bool(self._client.exists(stream_key(request_id)))
 
     def recorded(self, request_id: str) -> list[StreamEvent]:
-        """All that the stream holds. Redis's errors pass through."""
+        """Return all entries of the stream. Redis's errors pass through."""
         entries: Any = self._client.xrange(stream_key(request_id))
         return [read_entry(entry_id, fields) for entry_id, fields in entries]
 
     def keep(self, request_id: str) -> None:
-        """Let the stream live while its request waits in the queue, until the next claim. Redis's errors pass through.
+        """Let the stream live until the next claim, while its request waits in the queue. Redis's errors pass through.
 
-        Before the request is handed back, as its next worker may be quick.
+        Call it before the request is handed back: the next worker may claim it at once.
         """
         self._client.expire(stream_key(request_id), max(self._ttl_seconds, HANDED_BACK_SECONDS))
 
     def takes_writes(self) -> bool:
-        """Whether the server takes a write now, whatever it says of a request's own keys."""
+        """Return whether the server accepts writes now, tested with a key that belongs to no request."""
         try:
             return bool(self._client.set(PROBE_KEY, "1", px=1))
         except REDIS_ERRORS:
             return False
 
     def mark_gone(self, request_id: str) -> None:
-        """Tell who comes late to a stream that was deleted that there will be none. Redis's errors pass through."""
+        """Mark the request as ended, so that nothing waits for its deleted stream. Redis's errors pass through."""
         self._client.set(ended_key(request_id), "1", ex=self._ttl_seconds + ENDED_SECONDS)
 
     def end_unclaimed(self, request_id: str, finish_reason: str, error: ErrorInfo | None, content: str = "") -> Ending:
-        """Ends a stream that this worker never claimed, or that is no longer its own.
+        """End a stream that this worker did not claim, or no longer holds.
 
-        `content` is the digest of the message that is over: only its own stream is ended. A key of another type in the
-        stream's place is replaced.
+        `content` is the digest of the message that has ended. The stream of another message is left as it is. A key of
+        another Redis type in the stream's place is replaced.
         """
         data = end_data(finish_reason, None, error)
         if content:

@@ -1,4 +1,4 @@
-"""What `structured_outputs` of a message may hold. Whether a grammar can be compiled is for the worker to say."""
+"""Checks of a message's `structured_outputs`. Only the worker can tell whether a grammar compiles."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _WHITESPACE: Final = ("disable_any_whitespace", "whitespace_pattern")
 
 
 def structured_outputs_problem(value: Any) -> str | None:
-    """What is wrong first, or None."""
+    """Return the first problem, or None."""
     if not isinstance(value, Mapping):
         return f"must be a map, not {shown(value)}"
     given = {str(name): held for name, held in value.items() if held is not None}
@@ -44,17 +44,17 @@ def _schema_problem(value: Any) -> str | None:
         if problem is None and not isinstance(json.loads(text), dict):
             problem = "json must be a JSON schema that is a map"
     except (TypeError, ValueError, RecursionError):
-        problem = "json must be a JSON schema, as a map or as text, and not nested too deeply"
+        problem = "json must be a JSON schema, as a map or a string, and not too deeply nested"
     return problem
 
 
 def _choice_problem(value: Any) -> str | None:
     if not isinstance(value, (list, tuple)) or not value or not all(isinstance(text, str) and text for text in value):
-        return "choice must be a list of texts, none of them empty"
+        return "choice must be a list of non-empty strings"
     if len(value) > MAX_CHOICES:
-        return f"choice must hold at most {MAX_CHOICES} texts, not {len(value)}"
+        return f"choice must hold at most {MAX_CHOICES} strings, not {len(value)}"
     if any(not _CONTROLS.isdisjoint(text) for text in value):
-        return "choice must hold no control characters but tab and line ends"
+        return "choice must hold no control characters other than tabs and line breaks"
     return _text_problem("choice", "".join(value))
 
 
@@ -63,15 +63,15 @@ def _whitespace_problem(constraint: str, given: Mapping[str, Any]) -> str | None
     if not isinstance(compact, bool):
         return f"disable_any_whitespace must be true or false, not {shown(compact)}"
     if (compact or pattern is not None) and constraint not in ("json", "json_object"):
-        return "disable_any_whitespace and whitespace_pattern go with json and json_object only"
+        return "disable_any_whitespace and whitespace_pattern can only be given with json or json_object"
     if compact and pattern is not None:
-        return "disable_any_whitespace and whitespace_pattern contradict each other"
+        return "disable_any_whitespace and whitespace_pattern cannot both be given"
     return None if pattern is None else _text_problem("whitespace_pattern", pattern)
 
 
 def _text_problem(name: str, text: Any) -> str | None:
     if not isinstance(text, str) or not text:
-        return f"{name} must be a text that is not empty, not {shown(text)}"
+        return f"{name} must be a non-empty string, not {shown(text)}"
     if not is_unicode(text):
         return f"{name} must be valid Unicode text, without lone surrogates"
     size = len(text.encode())

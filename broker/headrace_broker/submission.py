@@ -1,4 +1,4 @@
-"""What a client sends and how it reads what comes back: everything that the two kinds of client share, free of I/O."""
+"""Builds a client's messages and decodes its replies. Both kinds of client share this code, which does no I/O."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ from headrace_broker.value_rules import is_finite, is_integer, plain, shown
 LOWEST_PRIORITY: Final = 9
 STREAM_STATUS: Final = script("stream_prelude", "stream_status")
 QUEUED_CANCEL_TTL_SECONDS: Final = 86_400
-"""How long a cancellation waits for its request, which may be far back in the queue."""
+"""How long a cancellation is kept for a request that may still wait in the queue."""
 
 _PREFIX_CHARS: Final = 256
 _PREFIX_TOKENS: Final = 64
@@ -40,7 +40,7 @@ RequestState = Literal["pending", "running", "finished"]
 
 @dataclass(frozen=True, slots=True)
 class RequestStatus:
-    """Where a request is. `pending`: no worker has begun it, or nobody knows it (any more)."""
+    """The state of a request. `pending`: no worker has begun it, or its stream has expired, or the id is unknown."""
 
     state: RequestState
     attempt: int = 0
@@ -50,7 +50,7 @@ class RequestStatus:
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """One request on its way into the queue, with what the queue acts on: all checked."""
+    """A checked request with the message headers and properties that the queue uses."""
 
     request: GenerateRequest
     model: str
@@ -59,31 +59,31 @@ class Submission:
     expires: datetime | None
     headers: Mapping[str, Any] = field(repr=False)
     has_given_id: bool = False
-    """The caller chose the request id, so it may have been used before."""
+    """Whether the caller chose the request id, which may have been used before."""
 
 
 class SubmitOptions(TypedDict, total=False):
-    """What may be said about a request besides its prompt and sampling parameters."""
+    """Options of a request besides its prompt and sampling parameters."""
 
     messages: Sequence[Mapping[str, Any]] | None  # chat, instead of a prompt
     tools: Sequence[Mapping[str, Any]] | None  # functions that the chat template shows to the model
     chat_template_kwargs: Mapping[str, Any] | None  # further variables of the chat template
-    add_generation_prompt: bool | None  # true unless given: the assistant's turn begins
+    add_generation_prompt: bool | None  # the prompt ends where the assistant's turn begins; true unless given
     continue_final_message: bool | None  # the output continues the last message
     prompt_token_ids: Sequence[int] | None  # instead of a prompt
     model: str | None  # served name; the client's own unless given
     lora: str | None  # name of a LoRA adapter that the model's workers serve
     priority: int | None  # 0 is served first, 9 last
-    expires: float | datetime | None  # the deadline: seconds from now, or a moment with its time zone
+    expires: float | datetime | None  # the deadline: seconds from now, or a datetime with a time zone
     tenant: str | None
     prefix_key: str | None  # instead of the prompt's beginning: requests of one key share blocks of a prefix cache
-    abandon_after: float | None  # seconds, 1 to 3600: cancelled when nobody has listened for so long
-    idempotency_key: str | None  # the same key, model and tenant within a day: the same request
+    abandon_after: float | None  # 1 to 3600 seconds without a subscriber after which the request is cancelled
+    idempotency_key: str | None  # the same key, model and tenant within a day mean the same request
     request_id: str | int | uuid.UUID | None  # a new one unless given
 
 
 class SubmitRequest(SubmitOptions, total=False):
-    """One request of many."""
+    """One request for `submit_many`."""
 
     prompt: str | None
     sampling_params: Mapping[str, Any] | None
@@ -94,7 +94,7 @@ _CONTENT: Final = ("prompt", "messages", "prompt_token_ids", "sampling_params", 
 
 
 def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[[], float] = time.time) -> Submission:
-    """Checks everything, and raises InvalidRequestError with all that is wrong."""
+    """Check a request and all its options. Raises InvalidRequestError with every problem."""
     problems = [f"unknown option {str(name)[:40]!r}" for name in options if name not in _OPTIONS]
     request = GenerateRequest()
     try:
@@ -104,7 +104,7 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
     model = options.get("model")
     model = default_model if model is None else model
     if model is None:
-        problems.append("model must be given, here or when the client is made")
+        problems.append("model must be given, in the call or when the client is created")
     else:
         problems += name_problems("model", model)
     priority = plain(options.get("priority"))
@@ -141,28 +141,28 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
 
 
 def _request_id(given: object) -> str:
-    """The id as text; what cannot be one becomes a text that is refused."""
+    """Return the id as a string. A value that cannot be an id becomes a string that is refused later."""
     given = plain(given)
     if given is None:
         return uuid.uuid4().hex
     if isinstance(given, int) and not isinstance(given, bool):
-        return str(given) if abs(given) < 2**256 else ""  # Python writes out no integer of more than 4300 digits
+        return str(given) if abs(given) < 2**256 else ""  # str() fails for integers of more than 4300 digits
     return str(given) if isinstance(given, (str, uuid.UUID)) else ""
 
 
 def require_model(model: str | None) -> str:
-    """The served name that a call is about. Raises InvalidRequestError."""
+    """Return the served name of a call after checking it. Raises InvalidRequestError."""
     if model is None:
-        raise InvalidRequestError(["model must be given, here or when the client is made"])
+        raise InvalidRequestError(["model must be given, in the call or when the client is created"])
     if problems := name_problems("model", model):
         raise InvalidRequestError(problems)
     return model
 
 
 def prefix_of(request: GenerateRequest, model: str) -> str:
-    """A hash of how the prompt begins: its system message, or else its first characters or tokens.
+    """Return a hash of the prompt's beginning: its system message, or else its first characters or tokens.
 
-    Requests that share it probably share blocks of a worker's prefix cache.
+    Requests with the same hash probably share blocks of a worker's prefix cache.
     """
     beginning: object
     if request.messages:
@@ -181,7 +181,7 @@ def _digest(parts: Sequence[Any]) -> str:
 
 
 def prepare_all(many: Iterable[SubmitRequest], *, default_model: str | None) -> list[Submission]:
-    """Checks all of them, so that either all are sent or none."""
+    """Check all requests before any is sent. Raises InvalidRequestError with the problems of all of them."""
     submissions, problems = [], []
     for position, options in enumerate(check_all("requests", many, Mapping)):
         try:
@@ -207,13 +207,13 @@ def _deadline(expires: float | datetime | None, now: float, problems: list[str])
         problems.append(f"expires must be seconds from now or a datetime, not {shown(expires)}")
         return None
     if not 0 < seconds <= _EXPIRES_LIMIT.total_seconds():
-        problems.append(f"expires must lie within the next {_EXPIRES_LIMIT.days} days, not {seconds:g} s from now")
+        problems.append(f"expires must be within the next {_EXPIRES_LIMIT.days} days, not {seconds:g} s from now")
         return None
     return datetime.fromtimestamp(now + seconds, UTC)
 
 
 def cancel_call(request_id: str, ttl_seconds: int) -> dict[str, Any]:
-    """Keys and arguments with which a client calls `stream_end.lua`."""
+    """Return the keys and arguments of `stream_end.lua` for a cancellation by a client."""
     end = end_data("cancelled", None, ErrorInfo(ErrorCode.CANCELLED, "the client cancelled the request"))
     return {
         "keys": END_STREAM.keys(stream=stream_key(request_id), ended=ended_key(request_id)),
@@ -222,12 +222,12 @@ def cancel_call(request_id: str, ttl_seconds: int) -> dict[str, Any]:
 
 
 def was_cancelled(found: bytes | None) -> bool:
-    """Reads the reply of `stream_end.lua`: whether the stream is cancelled now, by us or before."""
+    """Return from the reply of `stream_end.lua` whether the request is cancelled, by this call or an earlier one."""
     return found is None or unpack(found).get("finish_reason") == "cancelled"
 
 
 def read_status(reply: Sequence[Any] | None) -> RequestStatus:
-    """Reads the reply of `stream_status.lua`."""
+    """Decode the reply of `stream_status.lua`."""
     if reply is None:
         return RequestStatus("pending")
     attempt, tokens, kind, data = reply
@@ -237,20 +237,20 @@ def read_status(reply: Sequence[Any] | None) -> RequestStatus:
 
 
 def chunk_of(request_id: str, event: StreamEvent) -> ChunkEvent | None:
-    """The event if it carries tokens. Raises RequestFailedError for an end without success."""
+    """Return the event if it is a chunk, else None. Raises RequestFailedError for an end with an error."""
     if isinstance(event, EndEvent) and event.error is not None:
         raise RequestFailedError(request_id, event.error.code, event.error.message)
     return event if isinstance(event, ChunkEvent) else None
 
 
 def read_result(request_id: str, meta: bytes) -> GenerateResult | None:
-    """Reads what Celery's result backend stored, as JSON or msgpack; None where the task is not finished yet."""
+    """Decode a result that Celery's result backend stored as JSON or msgpack; None if the task has not ended."""
     try:
         stored = loads_stored(meta)
     except MalformedMessageError as error:
         raise MalformedEntryError(f"the result of request {request_id} cannot be read: {error}") from error
     if not isinstance(stored, Mapping):
-        raise MalformedEntryError(f"the result of request {request_id} is no map but {type(stored).__name__}")
+        raise MalformedEntryError(f"the result of request {request_id} is not a map but {type(stored).__name__}")
     status, value = stored.get("status"), stored.get("result")
     if status == "SUCCESS":
         if not isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The reading side of a request's stream: follow it, leave it, and come back at the last entry that was read."""
+"""The reading side of a request's stream. A subscriber can stop and resume after the last entry that it read."""
 
 import math
 import time
@@ -11,26 +11,26 @@ from headrace_broker.connections import BLOCK_SECONDS
 from headrace_broker.errors import MalformedEntryError, ResultTimeoutError, StreamExpiredError
 from headrace_broker.events import EndEvent, StartEvent, StreamEvent, read_entry, read_flat_entry
 from headrace_broker.keys import ended_key, stream_key
-from headrace_broker.listeners import ask_abandon_after, read_abandon_after, touch, touch_every
+from headrace_broker.listeners import get_abandon_after, heartbeat_interval, read_abandon_after, send_heartbeat
 
 if TYPE_CHECKING:
     import redis
     import redis.asyncio
 
 _ENTRIES_AT_ONCE: Final = 1000
-_QUESTIONS: Final = 3
-"""So many commands are in each `_Reader.ask`."""
+_CHECK_COMMANDS: Final = 3
+"""Number of commands in each `_Reader.add_check`."""
 _Command: TypeAlias = list[bytes | str | int]
 
 
 def read_stream(
     client: "redis.Redis", request_id: str, *, last_id: str | None = BEGINNING, timeout: float | None = None
 ) -> Iterator[StreamEvent]:
-    """Yields the events after `last_id`, waits for more, and stops after the end event.
+    """Yield the events after `last_id`, wait for more, and stop after the end event.
 
-    A stream that does not exist yet is waited for. `client` comes from `connections.connect`. Raises
-    ResultTimeoutError if no entry arrives for `timeout` seconds, StreamExpiredError if the stream existed and does not
-    any more.
+    If the stream does not exist yet, this waits for it. `client` comes from `connections.connect`. Raises
+    ResultTimeoutError if no entry arrives for `timeout` seconds, StreamExpiredError if the stream existed and no longer
+    does.
     """
     for _request_id, event in read_streams(client, {request_id: last_id}, timeout=timeout):
         if isinstance(event, StreamExpiredError):
@@ -41,24 +41,24 @@ def read_stream(
 def read_streams(
     client: "redis.Redis", last_ids: Mapping[str, str | None], *, timeout: float | None = None
 ) -> Iterator[tuple[str, StreamEvent | StreamExpiredError]]:
-    """`read_stream` for many requests over one connection; stops when the last stream has ended.
+    """Read many streams over one connection, as `read_stream` does; stop when the last one has ended.
 
-    A stream that has expired ends with its StreamExpiredError, as an item, and the others go on.
+    A stream that has expired yields its StreamExpiredError as its last item, and the others continue.
     """
     readers = Readers(last_ids, timeout)
     while readers:
         yield from readers.received(_execute(client, readers.commands()))
-        if readers.has_questions():
+        if readers.needs_checks():
             with client.pipeline(transaction=False) as pipe:
-                readers.ask(pipe)
+                readers.add_checks(pipe)
                 replies = pipe.execute()
-            yield from readers.answered(replies)
+            yield from readers.checked(replies)
 
 
 async def read_stream_async(
     client: "redis.asyncio.Redis", request_id: str, *, last_id: str | None = BEGINNING, timeout: float | None = None
 ) -> AsyncIterator[StreamEvent]:
-    """`read_stream` for asyncio; `client` comes from `connections.connect_async`."""
+    """Yield events as `read_stream` does, for asyncio; `client` comes from `connections.connect_async`."""
     async for _request_id, event in read_streams_async(client, {request_id: last_id}, timeout=timeout):
         if isinstance(event, StreamExpiredError):
             raise event
@@ -68,16 +68,16 @@ async def read_stream_async(
 async def read_streams_async(
     client: "redis.asyncio.Redis", last_ids: Mapping[str, str | None], *, timeout: float | None = None
 ) -> AsyncIterator[tuple[str, StreamEvent | StreamExpiredError]]:
-    """`read_streams` for asyncio."""
+    """Yield events of many streams as `read_streams` does, for asyncio."""
     readers = Readers(last_ids, timeout)
     while readers:
         for event in readers.received(await execute_async(client, readers.commands())):
             yield event
-        if readers.has_questions():
+        if readers.needs_checks():
             async with client.pipeline(transaction=False) as pipe:
-                readers.ask(pipe)
+                readers.add_checks(pipe)
                 replies = await pipe.execute()
-            for expired in readers.answered(replies):
+            for expired in readers.checked(replies):
                 yield expired
 
 
@@ -100,38 +100,38 @@ async def execute_async(client: "redis.asyncio.Redis", commands: Sequence[_Comma
 
 
 class Readers:
-    """Several streams that one XREAD reads. True while any of them goes on.
+    """Several streams that one XREAD reads. True while any of them has not ended.
 
-    Not every read asks every reader what it wants besides: with many of them that costs more than their entries.
+    Heartbeats and checks have due times: after each read of many streams they would cost more than the entries.
     """
 
     def __init__(self, last_ids: Mapping[str, str | None], timeout: float | None) -> None:
         check_timeout(timeout)
         readers = (_Reader(request_id, last_id, timeout) for request_id, last_id in last_ids.items())
         self._open: Final = {reader.key.encode(): reader for reader in readers}
-        self._asked: dict[bytes, _Reader] = {}
-        """Those that the last `commands` read for: others may have joined since, and what comes is not theirs."""
+        self._reading: dict[bytes, _Reader] = {}
+        """The readers in the last `commands`. Its replies are not for readers that joined since."""
         self.wake: tuple[str, str] | None = None
-        """A stream, and its last entry read, that ends a wait but brings no events."""
-        self._nothing_came = self._has_waited = False
-        self._asking: list[_Reader] = []
-        self._touching: list[_Reader] = []
-        # No reader wants anything before these. What it hears puts that off; only a start may ask for touches at once.
-        self._calls_by = self._looks_by = -math.inf
-        self._wakes_for_one = False
-        """Redis before 7.2 answers a read that waits with the first stream that gets something, though many get it at
-        once. A second command, sent together with it, then reads the others, where these were two or more before: that
-        saves both sides a wake-up."""
-        self._came_alone = False
+        """A stream and the id of its last entry read. A new entry ends a blocking read, but yields no event."""
+        self._was_empty = self._has_waited = False
+        self._checking: list[_Reader] = []
+        self._heartbeats: list[_Reader] = []
+        # Lower bounds of the readers' due times. Entries postpone those; only a start can make a heartbeat due at once.
+        self._read_due_at = self._check_due_at = -math.inf
+        self._wakes_per_stream = False
+        """Redis before 7.2 answers a blocking read with only the first stream that gets an entry, even if many get one
+        at once. If two or more others had entries last time, a second, non-blocking command is sent together with the
+        blocking one and reads them, which saves both sides a wake-up."""
+        self._was_single = False
 
     def __bool__(self) -> bool:
         return bool(self._open)
 
     def commands(self) -> list[_Command]:
-        """XREADs to send together. redis-py's own, or a name in text, looks through all that has come twice more."""
+        """Return the XREADs to send together. Given the name as text, redis-py would walk the replies twice more."""
         block_ms = self.block_ms()
         self._has_waited = block_ms is not None
-        self._asked = dict(self._open)
+        self._reading = dict(self._open)
         wake_key, wake_id = ([self.wake[0]], [self.wake[1]]) if self.wake else ([], [])
         last_ids = (reader.last_id for reader in self._open.values())
         streams: _Command = [b"STREAMS", *self._open, *wake_key, *last_ids, *wake_id]
@@ -139,85 +139,85 @@ class Readers:
         if block_ms is None:
             return [options + streams]
         waiting = [*options, b"BLOCK", block_ms, *streams]
-        return [waiting, options + streams] if self._wakes_for_one and len(self._open) > 1 else [waiting]
+        return [waiting, options + streams] if self._wakes_per_stream and len(self._open) > 1 else [waiting]
 
     def add(self, request_id: str, last_id: str | None) -> None:
-        """Read one more stream from now on."""
+        """Add a stream to the next reads."""
         reader = _Reader(request_id, last_id, None)
         self._open[reader.key.encode()] = reader
-        self._calls_by = self._looks_by = -math.inf
+        self._read_due_at = self._check_due_at = -math.inf
 
     def remove(self, request_id: str) -> None:
-        """Read this stream no more, if it is read still."""
+        """Stop reading this stream, if it is still read."""
         self._open.pop(stream_key(request_id).encode(), None)
 
     def block_ms(self) -> int | None:
-        """How long the next read may wait; None is not at all."""
+        """Return the milliseconds for which the next read may block; None if it must not block."""
         now = time.monotonic()
-        if self._calls_by < now + BLOCK_SECONDS:
-            self._calls_by = min(reader.calls_by for reader in self._open.values())
-            self._looks_by = min(reader.looks_by for reader in self._open.values())
-        if self._looks_by == -math.inf:
+        if self._read_due_at < now + BLOCK_SECONDS:
+            self._read_due_at = min(reader.read_due_at for reader in self._open.values())
+            self._check_due_at = min(reader.check_due_at for reader in self._open.values())
+        if self._check_due_at == -math.inf:
             return None
-        return max(1, int(min(BLOCK_SECONDS, self._calls_by - now) * 1000))
+        return max(1, int(min(BLOCK_SECONDS, self._read_due_at - now) * 1000))
 
     def received(self, replies: Sequence[Any]) -> Iterator[tuple[str, StreamEvent]]:
-        """The events in the replies to `commands`; streams that have ended are read no more."""
-        self._nothing_came = not any(replies)
+        """Yield the events in the replies to `commands`, and stop reading streams that have ended."""
+        self._was_empty = not any(replies)
         counts = [len(reply or ()) for reply in replies]
-        self._wakes_for_one = counts[-1] > 1 and (counts[0] == 1 if len(counts) > 1 else self._came_alone)
-        self._came_alone = counts == [1] and len(self._open) > 1
+        self._wakes_per_stream = counts[-1] > 1 and (counts[0] == 1 if len(counts) > 1 else self._was_single)
+        self._was_single = counts == [1] and len(self._open) > 1
         seen: dict[bytes, int] = {}
         for reply in replies:
             for key, entries in reply or ():
-                again = seen.get(key, 0)  # both reads began behind the same entry, and none ever vanishes
+                again = seen.get(key, 0)  # both commands read after the same entry, so the second repeats the first
                 seen[key] = len(entries)
-                if len(entries) > again and self._is_open(key, self._asked.get(key)):
+                if len(entries) > again and self._is_open(key, self._reading.get(key)):
                     yield from self._received(key, entries[again:])
 
     def _is_open(self, key: bytes, reader: "_Reader | None") -> bool:
-        """Whether this very reader goes on: it may have been removed, and its stream be read anew from elsewhere."""
+        """Return whether this reader is still in use. Another one may have replaced it, from another entry on."""
         return reader is not None and self._open.get(key) is reader
 
     def _received(self, key: bytes, entries: Any) -> Iterator[tuple[str, StreamEvent]]:
         reader = self._open[key]
         for event in reader.received(entries):
             if isinstance(event, StartEvent):
-                self._calls_by = -math.inf
+                self._read_due_at = -math.inf
             yield reader.request_id, event
         if reader.ended and self._is_open(key, reader):
             del self._open[key]
 
-    def has_questions(self) -> bool:
-        """Whether `ask` has anything to ask, of streams that are silent, or to say, of those that want listeners."""
+    def needs_checks(self) -> bool:
+        """Return whether `add_checks` has commands: checks of silent streams, or heartbeats."""
         now = time.monotonic()
-        if not self._nothing_came and now < self._calls_by and now < self._looks_by:
+        if not self._was_empty and now < self._read_due_at and now < self._check_due_at:
             return False
         readers = self._open.values()
-        self._calls_by = -math.inf  # what is asked and said now changes these times
-        self._touching = []
-        if any(reader.touch_is_due(now) for reader in readers):
-            self._touching = [reader for reader in readers if reader.touch_is_near(now)]
-        # a wait that ended because touches are due says little of silence, and a read that did not wait nothing
-        all_silent = self._nothing_came and self._has_waited and not self._touching
-        self._asking = [reader for reader in readers if all_silent or reader.wants_look()]
-        return bool(self._asking or self._touching)
+        self._read_due_at = -math.inf  # the checks and heartbeats change the due times
+        self._heartbeats = []
+        if any(reader.is_heartbeat_due(now) for reader in readers):
+            self._heartbeats = [reader for reader in readers if reader.is_heartbeat_near(now)]
+        # a read that did not block, or that ended early for a heartbeat, does not show that the streams are silent
+        all_silent = self._was_empty and self._has_waited and not self._heartbeats
+        self._checking = [reader for reader in readers if all_silent or reader.is_check_due()]
+        return bool(self._checking or self._heartbeats)
 
-    def ask(self, pipe: Any) -> None:
-        """Puts everything into a pipeline of either kind of client."""
-        for reader in self._touching:
-            reader.touch(pipe)
-        for reader in self._asking:
-            reader.ask(pipe)
+    def add_checks(self, pipe: Any) -> None:
+        """Add the heartbeats and checks to a pipeline of either kind of client."""
+        for reader in self._heartbeats:
+            reader.send_heartbeat(pipe)
+        for reader in self._checking:
+            reader.add_check(pipe)
 
-    def answered(self, replies: Sequence[Any]) -> Iterator[tuple[str, StreamExpiredError]]:
-        """What the pipeline brought: the streams that are no more."""
-        answers = replies[len(self._touching) :]
-        for position, reader in enumerate(self._asking):
+    def checked(self, replies: Sequence[Any]) -> Iterator[tuple[str, StreamExpiredError]]:
+        """Read the replies of `add_checks` and yield the streams that have expired."""
+        answers = replies[len(self._heartbeats) :]
+        for position, reader in enumerate(self._checking):
             key = reader.key.encode()
             if not self._is_open(key, reader):
                 continue
-            expired = reader.found(*answers[_QUESTIONS * position : _QUESTIONS * (position + 1)])
+            expired = reader.checked(*answers[_CHECK_COMMANDS * position : _CHECK_COMMANDS * (position + 1)])
             if reader.ended:
                 del self._open[key]
             if expired is not None:
@@ -225,7 +225,7 @@ class Readers:
 
 
 class _Reader:
-    """Where a subscriber stands. It does no input or output, so both kinds of client share it."""
+    """A subscriber's position in one stream. It does no I/O, so both kinds of client share it."""
 
     def __init__(self, request_id: str, last_id: str | None, timeout: float | None) -> None:
         self.key: Final = stream_key(request_id)
@@ -233,88 +233,88 @@ class _Reader:
         self.last_id = check_last_id(last_id)
         self.ended = False
         self._timeout: Final = timeout
-        self._heard_at = self._looked_at = time.monotonic()
+        self._entry_at = self._checked_at = time.monotonic()
         self.abandon_after: float | None = None
-        """The request is cancelled unless it is touched within so many seconds again and again."""
-        self._touch_at = math.inf
-        # The stream may be over or gone, or want listeners: whoever comes looks once before it waits.
-        self._has_looked = False
+        """The request is cancelled if it gets no heartbeat for this many seconds."""
+        self._heartbeat_at = math.inf
+        # A reader checks once before its first wait: the stream may have ended or expired, or need heartbeats.
+        self._has_checked = False
 
     @property
-    def calls_by(self) -> float:
-        """When a read must have come back, by the clock: to touch, or as nothing has come for too long."""
-        return self._touch_at if self._timeout is None else min(self._touch_at, self._heard_at + self._timeout)
+    def read_due_at(self) -> float:
+        """Monotonic time by which a read must return, for a heartbeat or because of the timeout."""
+        return self._heartbeat_at if self._timeout is None else min(self._heartbeat_at, self._entry_at + self._timeout)
 
     @property
-    def looks_by(self) -> float:
-        """When it wants a look, whatever the other streams of the same read bring."""
-        return max(self._heard_at, self._looked_at) + BLOCK_SECONDS if self._has_looked else -math.inf
+    def check_due_at(self) -> float:
+        """Monotonic time of the next check, even if other streams of the same read get entries."""
+        return max(self._entry_at, self._checked_at) + BLOCK_SECONDS if self._has_checked else -math.inf
 
     def received(self, entries: Any) -> list[StreamEvent]:
-        """The events in what an XREAD brought of this stream."""
-        with self._naming_itself():
+        """Return the events in an XREAD's reply for this stream."""
+        with self._naming_request():
             events = [read_flat_entry(entry) for entry in entries]
         if events:
             self.last_id = events[-1].entry_id
-            self._heard_at = time.monotonic()
+            self._entry_at = time.monotonic()
             self.ended = isinstance(events[-1], EndEvent)
-            if isinstance(events[0], StartEvent):  # which says all that a look would
-                self._has_looked = True
-                self._learn(events[0].abandon_after)
+            if isinstance(events[0], StartEvent):  # it tells everything that a check would
+                self._has_checked = True
+                self._set_abandon_after(events[0].abandon_after)
         return events
 
     @contextmanager
-    def _naming_itself(self) -> Iterator[None]:
-        """An entry that cannot be read concerns this stream alone."""
+    def _naming_request(self) -> Iterator[None]:
+        """Set the request id of a MalformedEntryError, which concerns this stream alone."""
         try:
             yield
         except MalformedEntryError as error:
             error.request_id = self.request_id
             raise
 
-    def _learn(self, abandon_after: float | None) -> None:
+    def _set_abandon_after(self, abandon_after: float | None) -> None:
         if abandon_after != self.abandon_after:
             self.abandon_after = abandon_after
-            self._touch_at = math.inf if abandon_after is None else time.monotonic()
+            self._heartbeat_at = math.inf if abandon_after is None else time.monotonic()
 
-    def touch_is_due(self, now: float) -> bool:
-        return now >= self._touch_at
+    def is_heartbeat_due(self, now: float) -> bool:
+        return now >= self._heartbeat_at
 
-    def touch_is_near(self, now: float) -> bool:
-        """Whether it goes together with the touches that are due now."""
-        return self.abandon_after is not None and now >= self._touch_at - touch_every(self.abandon_after) / 2
+    def is_heartbeat_near(self, now: float) -> bool:
+        """Return whether its next heartbeat can be sent together with those that are due now."""
+        return self.abandon_after is not None and now >= self._heartbeat_at - heartbeat_interval(self.abandon_after) / 2
 
-    def touch(self, pipe: Any) -> None:
-        """Says that somebody listens."""
+    def send_heartbeat(self, pipe: Any) -> None:
+        """Add a heartbeat to a pipeline, if the request needs one."""
         if self.abandon_after is not None:
-            self._touch_at = time.monotonic() + touch_every(self.abandon_after)
-            touch(pipe, self.request_id)
+            self._heartbeat_at = time.monotonic() + heartbeat_interval(self.abandon_after)
+            send_heartbeat(pipe, self.request_id)
 
-    def wants_look(self) -> bool:
-        """Never looked at, or silent for long while other streams of the same read were not."""
-        return time.monotonic() >= self.looks_by
+    def is_check_due(self) -> bool:
+        """Return whether it was never checked, or was silent for long while other streams of the same read were not."""
+        return time.monotonic() >= self.check_due_at
 
-    def ask(self, pipe: Any) -> None:
-        """First whether the request has ended: if it has, and then there is no stream, there will be none."""
-        self._looked_at = time.monotonic()
-        self._has_looked = True
+    def add_check(self, pipe: Any) -> None:
+        """Add a check to a pipeline. It reads the end mark before the stream: an ended request gets no new stream."""
+        self._checked_at = time.monotonic()
+        self._has_checked = True
         pipe.exists(ended_key(self.request_id))
         pipe.xrevrange(self.key, count=1)
-        ask_abandon_after(pipe, self.request_id)
+        get_abandon_after(pipe, self.request_id)
 
-    def found(self, has_ended: int, newest: Any, listener: bytes | None) -> StreamExpiredError | None:
-        """The answers, after a read that brought nothing. Returns an error where there is no stream any more."""
+    def checked(self, has_ended: int, newest: Any, listener: bytes | None) -> StreamExpiredError | None:
+        """Read the replies of a check. Returns an error if the stream has expired."""
         if listener is not None:
-            self._learn(read_abandon_after(listener))
+            self._set_abandon_after(read_abandon_after(listener))
         if not newest and (has_ended or self.last_id != BEGINNING):
             self.ended = True
             return StreamExpiredError(self.request_id, self.last_id)
         if newest:
-            with self._naming_itself():
+            with self._naming_request():
                 event = read_entry(*newest[0])
-            # it may also have arrived just now, and then the next read brings it
+            # an end after `last_id` has arrived just now, and the next read returns it
             self.ended = isinstance(event, EndEvent) and _not_after(event.entry_id, self.last_id)
-        if not self.ended and self._timeout is not None and time.monotonic() - self._heard_at >= self._timeout:
+        if not self.ended and self._timeout is not None and time.monotonic() - self._entry_at >= self._timeout:
             raise ResultTimeoutError(self.request_id, self._timeout, "stream entry")
         return None
 

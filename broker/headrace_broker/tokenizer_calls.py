@@ -1,10 +1,10 @@
-"""Calls of a model's tokenizer, for those who have none: a worker of the model answers them beside its requests.
+"""Calls of a model's tokenizer, for clients that have no tokenizer. A worker of the model answers them.
 
-    asker --> headrace:tokenizer:calls:<model> --> worker --> headrace:tokenizer:answer:<call id> --> asker
+    client --> headrace:tokenizer:calls:<model> --> worker --> headrace:tokenizer:answer:<call id> --> client
 
-So the very code that tokenises requests counts their tokens. Calls wait for no free slot. They are bounded in number
-and in time, and none is kept: one that nobody has answered in time is forgotten. What their bodies and answers hold is
-in docs/wire.md.
+So the same code that tokenises requests counts their tokens. A call takes no slot of the engine. The number of calls
+and their lifetime are limited: a call that no worker answers in time is dropped. docs/wire.md describes the bodies and
+answers.
 """
 
 import asyncio
@@ -28,76 +28,76 @@ if TYPE_CHECKING:
 
 TokenizerCallKind: TypeAlias = Literal["count", "tokenize", "detokenize"]
 KINDS: Final[tuple[TokenizerCallKind, ...]] = get_args(TokenizerCallKind)
-MOST_WAITING: Final = 64
-"""Calls on one list; a call is as large as a request may be."""
-MOST_OF_ASKER: Final = 16
-"""Calls of one asker that are in Redis at once; further ones wait in its own memory."""
-MOST_OF_KEY: Final = 4
-"""Calls of one API key among those of an asker; further ones wait, so that they keep no others out."""
+MAX_WAITING_CALLS: Final = 64
+"""Limit for the calls on one list. A call may be as large as a request."""
+MAX_CALLS_PER_CLIENT: Final = 16
+"""Limit for the calls of one client in Redis. Further ones wait in the client's memory."""
+MAX_CALLS_PER_KEY: Final = 4
+"""Limit for the calls of one API key among them. Further ones wait, so that they do not delay other keys."""
 ANSWER_SECONDS: Final = float(TOKENIZER_SECONDS)
 _KEPT_MS: Final = 1000 * TOKENIZER_SECONDS
 _PUSH: Final = script("tokenizer_push")
-_LEAST_BLOCK_SECONDS: Final = 0.01
-"""To Redis, a time-out of 0 is none."""
+_MIN_BLOCK_SECONDS: Final = 0.01
+"""Redis takes a timeout of 0 as no timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerCall:
-    """A call as a worker takes it."""
+    """A call that a worker has taken."""
 
     id: str
     kind: TokenizerCallKind
     body: bytes = field(repr=False)
-    """A map in msgpack, which is somebody's text: it is read where requests are read."""
+    """A msgpack map with a user's text. It is decoded where requests are decoded."""
 
 
-class TokenizerAsker:
-    """Belongs to one event loop.
+class TokenizerClient:
+    """Sends tokenizer calls. It belongs to one event loop.
 
     Args:
         client: from `connections.connect_async`.
-        seconds: after which a call has failed.
+        seconds: timeout of a call.
     """
 
     def __init__(self, client: "redis.asyncio.Redis", *, seconds: float = ANSWER_SECONDS) -> None:
         self._client: Final = client
         self._seconds: Final = seconds
         self._push: Final = client.register_script(_PUSH.text)
-        self._room: Final = asyncio.Semaphore(MOST_OF_ASKER)
-        self._rooms_of_keys: Final[WeakValueDictionary[str, asyncio.Semaphore]] = WeakValueDictionary()
+        self._slots: Final = asyncio.Semaphore(MAX_CALLS_PER_CLIENT)
+        self._slots_by_key: Final[WeakValueDictionary[str, asyncio.Semaphore]] = WeakValueDictionary()
 
     async def call(
         self, model: str, kind: TokenizerCallKind, body: Mapping[str, Any], *, key: str = ""
     ) -> dict[str, Any]:
-        """The result of a call, answered by some worker of this served name. Redis's errors pass through.
+        """Return the result of a call from any worker of this served name. Redis's errors pass through.
 
         Args:
-            key: whose call it is; see MOST_OF_KEY.
+            key: the caller's API key; see MAX_CALLS_PER_KEY.
 
-        Raises TokenizerCallError where the worker refuses it, where none answers in time, or where too many wait.
+        Raises TokenizerCallError if the worker refuses it, if no worker answers in time, or if too many calls wait.
         """
         deadline = time.monotonic() + self._seconds
         call_id = uuid.uuid4().hex
         packed = b"|".join((call_id.encode(), kind.encode(), pack(body)))
-        room_of_key = self._rooms_of_keys.setdefault(key, asyncio.Semaphore(MOST_OF_KEY))
+        slots_of_key = self._slots_by_key.setdefault(key, asyncio.Semaphore(MAX_CALLS_PER_KEY))
         try:
-            async with asyncio.timeout(self._seconds), room_of_key, self._room:
+            async with asyncio.timeout(self._seconds), slots_of_key, self._slots:
                 milliseconds = max(1, math.ceil(1000 * (deadline - time.monotonic())))
-                args: list[bytes | int] = [packed, MOST_WAITING, milliseconds, _KEPT_MS]
+                args: list[bytes | int] = [packed, MAX_WAITING_CALLS, milliseconds, _KEPT_MS]
                 if not await self._push(keys=_PUSH.keys(tokenizer_calls=tokenizer_calls_key(model)), args=args):
-                    message = f"the workers of {model} have {MOST_WAITING} calls of the tokenizer to answer; try again"
+                    message = f"{MAX_WAITING_CALLS} tokenizer calls of {model} wait already, the limit; try again"
                     raise TokenizerCallError("tokenizer_unavailable", message)
                 return await self._answer(call_id, deadline)
         except TimeoutError:
-            message = f"no worker of {model} has answered within {self._seconds:g} s; try again"
+            message = f"no worker of {model} answered within {self._seconds:g} s; try again"
             raise TokenizerCallError("tokenizer_unavailable", message) from None
 
     async def _answer(self, call_id: str, deadline: float) -> dict[str, Any]:
         key = tokenizer_answer_key(call_id)
         popped: Any = None
-        # it ends by itself, too: asyncio.wait_for of Python 3.11, in redis-py, can lose the cancellation of a timeout
+        # checks the deadline itself: asyncio.wait_for of Python 3.11, in redis-py, can lose a timeout's cancellation
         while popped is None and (left := deadline - time.monotonic()) > 0:
-            popped = await self._client.blpop([key], timeout=max(_LEAST_BLOCK_SECONDS, min(BLOCK_SECONDS, left)))
+            popped = await self._client.blpop([key], timeout=max(_MIN_BLOCK_SECONDS, min(BLOCK_SECONDS, left)))
         if popped is None:
             raise TimeoutError
         answer = unpack(popped[1])
@@ -108,10 +108,10 @@ class TokenizerAsker:
 
 
 class TokenizerCalls:
-    """A worker's side.
+    """The worker's side: takes calls and sends answers.
 
     Args:
-        client: from `connections.connect`; `take` waits in one of its connections.
+        client: from `connections.connect`; `take` blocks one of its connections.
         models: the names that the worker serves.
     """
 
@@ -120,7 +120,7 @@ class TokenizerCalls:
         self._keys: Final = [tokenizer_calls_key(model) for model in models]
 
     def take(self, seconds: float) -> TokenizerCall | None:
-        """The next call; None where none has come, or none that somebody still waits for. Redis's errors pass."""
+        """Return the next call; None if none arrives in time, or if it is malformed or late. Redis's errors pass."""
         popped: Any = self._client.blpop(self._keys, timeout=seconds)
         if popped is None:
             return None
@@ -132,7 +132,7 @@ class TokenizerCalls:
         return TokenizerCall(call_id.decode(errors="replace"), kinds[kind], body)
 
     def answer(self, call: TokenizerCall, answer: bytes) -> None:
-        """Send an answer, a map in msgpack. Redis's errors pass through."""
+        """Send an answer, a msgpack map. Redis's errors pass through."""
         key = tokenizer_answer_key(call.id)
         with self._client.pipeline(transaction=True) as pipe:
             pipe.rpush(key, answer)

@@ -1,9 +1,9 @@
-"""The clients' spans, and how a trace's context travels: W3C's `traceparent` and `tracestate` in the message's
-headers, and back in the stream's start entry.
+"""The clients' spans, and the propagation of trace context: W3C's `traceparent` and `tracestate` in the message's
+headers, and `traceparent` in the stream's start entry.
 
-Needs the extra `headrace[tracing]` and an application that has set a tracer provider up; without either nothing happens
-and nothing is sent. Names are those of OpenTelemetry's semantic conventions for messaging and generative AI. No prompt
-and no text is recorded.
+Tracing needs the extra `headrace[tracing]` and an application that has set up a tracer provider. Otherwise nothing is
+recorded or sent. Names are those of OpenTelemetry's semantic conventions for messaging and generative AI. Spans contain
+no prompt and no text.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,20 +41,20 @@ _PARAMS: Final = {
 
 
 def context_of(headers: Mapping[str, Any]) -> Any:
-    """The context that a message or a start entry carries, for a span's parent; an empty one for what is none."""
+    """Return the context in a message's headers or a start entry, as a span's parent; an empty one if it has none."""
     carrier = {name: headers[name] for name in CONTEXT_HEADERS if isinstance(headers.get(name), str)}
     return TraceContextTextMapPropagator().extract(carrier)
 
 
 def headers_of(span: Any) -> dict[str, str]:
-    """What makes a span the parent of what its reader does; empty for a span that nobody records."""
+    """Return the headers that make a span the parent of the receiver's spans; empty if the span is not recorded."""
     headers: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(headers, trace.set_span_in_context(span))
     return headers
 
 
 def request_attributes(model: str, request_id: str, params: Mapping[str, Any] | None, *, chat: bool) -> dict[str, Any]:
-    """What the conventions want to know of a request, and nothing of what it says."""
+    """Return the conventions' attributes of a request. They contain no prompt."""
     given = params or {}
     return {
         "gen_ai.operation.name": "chat" if chat else "text_completion",
@@ -67,9 +67,9 @@ def request_attributes(model: str, request_id: str, params: Mapping[str, Any] | 
 
 
 class ClientTracing:
-    """A client's spans: `send` for a submission, `receive` for a stream that it follows.
+    """A client's spans: `send` for a submission, `receive` for a stream that it reads.
 
-    `provider` is an opentelemetry.trace.TracerProvider; the global one unless given.
+    `provider` is an opentelemetry.trace.TracerProvider; the default is the global one.
     """
 
     def __init__(self, provider: Any = None) -> None:
@@ -77,7 +77,7 @@ class ClientTracing:
 
     @contextmanager
     def sending(self, submission: "Submission") -> Iterator[Mapping[str, str]]:
-        """Around the sending of a request; yields the headers that carry the context."""
+        """Record a span while the request is sent. Yields the headers that carry its context."""
         if self._tracer is None:
             yield {}
             return
@@ -94,13 +94,13 @@ class ClientTracing:
         with self._tracer.start_as_current_span(f"send {queue}", kind=SpanKind.PRODUCER, attributes=attributes) as span:
             yield headers_of(span)
 
-    def receiving(self, request_id: str) -> "Receiving":
-        """For one stream that is being followed."""
-        return Receiving(self._tracer, request_id)
+    def receiving(self, request_id: str) -> "ReceiveSpan":
+        """Return the span of one stream that the client reads."""
+        return ReceiveSpan(self._tracer, request_id)
 
 
-class Receiving:
-    """The span of one stream: begun by its start entry, which carries the worker's context, ended by its end."""
+class ReceiveSpan:
+    """The span of one stream. The start entry, which has the worker's context, starts it; the end entry ends it."""
 
     def __init__(self, tracer: Any, request_id: str) -> None:
         self._tracer: Final = tracer
@@ -108,8 +108,8 @@ class Receiving:
         self._span: Any = None
         self._chunks = 0
 
-    def saw(self, event: StreamEvent) -> None:
-        """An entry has arrived."""
+    def record(self, event: StreamEvent) -> None:
+        """Record an entry that has arrived."""
         if isinstance(event, StartEvent):
             self._start(event)
         elif self._span is None:
@@ -126,7 +126,7 @@ class Receiving:
             self.close()
 
     def close(self) -> None:
-        """The stream has ended or is followed no more."""
+        """End the span: the stream has ended, or the client stops reading it."""
         if self._span is not None:
             self._span.set_attribute("headrace.stream.chunks", self._chunks)
             self._span.end()

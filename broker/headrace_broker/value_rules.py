@@ -1,4 +1,4 @@
-"""Small questions about values that a producer sent."""
+"""Checks and conversions of single values that a producer sent."""
 
 import math
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ _PLAIN: Final = frozenset({int, float, bool, str, type(None), list, tuple, dict}
 
 
 def shown(value: object) -> str:
-    """A value as an error message may show it: numbers and names, but never text that could be a prompt."""
+    """Return a value for an error message: numbers as they are, strings by their length, others by their type."""
     if value is None or isinstance(value, (bool, int, float)):
         try:
             return repr(value)[:40]
         except ValueError:  # Python writes out no integer of more than 4300 digits
-            return "an integer beyond all limits"
+            return "an integer of thousands of digits"
     if isinstance(value, (str, bytes)):
         return f"{type(value).__name__} of length {len(value)}"
     return type(value).__name__
@@ -26,7 +26,7 @@ def is_integer(value: object) -> bool:
 
 
 def is_finite(value: float) -> bool:
-    """Whether a number, which may be any integer, can be computed with as a float."""
+    """Return whether a number is finite as a float. An integer may be too large for one."""
     try:
         return math.isfinite(value)
     except OverflowError:
@@ -34,7 +34,7 @@ def is_finite(value: float) -> bool:
 
 
 def is_unicode(text: str) -> bool:
-    """Lone surrogates are the only strings that UTF-8, and so msgpack, cannot carry."""
+    """Return whether UTF-8, and so msgpack, can encode the string: whether it has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -43,7 +43,7 @@ def is_unicode(text: str) -> bool:
 
 
 def data_problem(name: str, value: object) -> str | None:
-    """What keeps a value from being sent as msgpack or JSON and from being read by every worker."""
+    """Return why a value cannot be sent as msgpack or JSON, or not be read by every worker; None if it can."""
     waiting: list[tuple[object, int]] = [(value, 0)]
     num_values = 0
     while waiting:
@@ -55,7 +55,7 @@ def data_problem(name: str, value: object) -> str | None:
             return f"{name} must be nested at most {MAX_DEPTH} deep"
         if isinstance(found, Mapping):
             if not all(isinstance(key, str) and is_unicode(key) for key in found):
-                return f"{name} must hold maps with texts as keys only"
+                return f"{name} must hold only maps with string keys"
             waiting += [(inner, depth + 1) for inner in found.values()]
         elif isinstance(found, (list, tuple)):
             waiting += [(inner, depth + 1) for inner in found]
@@ -64,21 +64,21 @@ def data_problem(name: str, value: object) -> str | None:
                 return f"{name} must hold valid Unicode text, without lone surrogates"
         elif isinstance(found, int):
             if not -(2**63) <= found < 2**64:
-                return f"{name} must hold integers of 64 bits, not {shown(found)}: send it as text"
+                return f"{name} must hold integers of 64 bits, not {shown(found)}: send it as a string"
         elif found is not None and not isinstance(found, float):
-            return f"{name} must hold numbers, texts, lists and maps, not {shown(found)}"
+            return f"{name} must hold only numbers, strings, lists and maps, not {shown(found)}"
     return None
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Numbers and arrays of NumPy and torch as Python's, in lists and maps too; anything else stays as it is."""
+    """Convert numbers and arrays of NumPy and torch to Python's, in lists and maps too. Other values stay unchanged."""
     if depth > MAX_DEPTH:
         return value
     if isinstance(value, Mapping):
         return {key: plain(inner, depth + 1) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         if {int}.issuperset(map(type, value)):
-            return value  # token ids, and many of them
+            return value  # token ids: the list may be long
         return [plain(inner, depth + 1) for inner in value]
     if type(value) in _PLAIN or not hasattr(value, "tolist"):
         return value

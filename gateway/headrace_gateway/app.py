@@ -18,7 +18,7 @@ from starlette.routing import Match, Route
 from headrace_broker import AsyncClient, BrokerSettings, HeadraceBrokerError
 from headrace_broker.connections import REDIS_ERRORS, connect_async
 from headrace_broker.stream_hub import StreamHub
-from headrace_broker.tokenizer_calls import TokenizerAsker
+from headrace_broker.tokenizer_calls import TokenizerClient
 from headrace_gateway import (
     anthropic_endpoints,
     generation,
@@ -130,7 +130,7 @@ def make_app(
                 metrics,
                 RateLimits(redis),
                 stored,
-                TokenizerAsker(redis),
+                TokenizerClient(redis),
                 webhooks,
                 files,
                 BatchStore(redis),

@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from headrace_broker import AsyncClient
 from headrace_broker.stream_hub import StreamHub
-from headrace_broker.tokenizer_calls import TokenizerAsker
+from headrace_broker.tokenizer_calls import TokenizerClient
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.queue_view import QueueView
 from headrace_gateway.rate_limits import RateLimits
@@ -37,7 +37,7 @@ class Gateway:
     metrics: GatewayMetrics
     limits: RateLimits
     responses: "ResponseStore"
-    tokenizers: TokenizerAsker
+    tokenizers: TokenizerClient
     webhooks: Webhooks
     files: "StoredFiles | None"
     batches: "BatchStore"

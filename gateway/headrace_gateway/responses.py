@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace_broker.keys import ended_key, stream_key
-from headrace_broker.listeners import touch
+from headrace_broker.listeners import send_heartbeat
 from headrace_gateway import generation, sse
 from headrace_gateway.body import read_json
 from headrace_gateway.broker_errors import not_found
@@ -176,7 +176,7 @@ async def _listen(gateway: Gateway, stream: ResponseStream, response_id: str) ->
     """Send the subscriber heartbeat: a client that polls a response waits for it."""
     if not stream.has_ended:
         async with gateway.redis.pipeline(transaction=False) as pipe:
-            touch(pipe, response_id)
+            send_heartbeat(pipe, response_id)
             await pipe.execute()
 
 

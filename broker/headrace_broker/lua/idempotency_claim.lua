@@ -1,7 +1,7 @@
--- Binds an idempotency key to the first request that comes with it.
+-- Binds an idempotency key to the first request that has it.
 -- KEYS: IDEMPOTENCY
 -- ARGV: request, fingerprint, seconds
--- Returns {request id, fingerprint, '1' if that request is in its queue for sure} of whoever was first.
+-- Returns {request id, fingerprint, sent} of the first request. sent is '1' if it is known to be in its queue.
 local known = redis.call('HMGET', IDEMPOTENCY, 'request_id', 'fingerprint', 'sent')
 if known[1] then return known end
 redis.call('HSET', IDEMPOTENCY, 'request_id', request, 'fingerprint', fingerprint, 'sent', '0')

@@ -1,12 +1,12 @@
--- Begins the next attempt at a request, which fences all earlier ones, and reads what they wrote.
+-- Begins the next attempt at a request, which fences all earlier ones, and returns their entries.
 -- KEYS: STREAM, ENGINE_LOSSES, ENDED
 -- ARGV: data, seconds, content
--- ENDED: an earlier life of the request may have left it. data: of the start entry. content: digest of the message's.
--- Returns {attempt, state, entries, engine losses, 1 if the stream was deleted first}. State is 0 where the attempt has
--- begun, 1 where the stream had ended, 2 where it is another message's: then nothing was written.
+-- ENDED: may remain from before the request was requeued. data: of the start entry. content: digest of the message.
+-- Returns {attempt, state, entries, engine losses, 1 if the stream was deleted first}. State is 0 if the attempt has
+-- begun, 1 if the stream had ended, 2 if it belongs to another message. Only state 0 writes an entry.
 local last, attempt, _, replaced = usable_tail(STREAM)
 if last and is_of_another(STREAM, content) then return {attempt, 2, {}, 0, replaced} end
-local losses = redis.pcall('GET', ENGINE_LOSSES) -- where it is of another type, nothing is known
+local losses = redis.pcall('GET', ENGINE_LOSSES) -- a key of another type counts as 0
 losses = type(losses) == 'string' and tonumber(losses) or 0
 local entries = last and redis.call('XRANGE', STREAM, '-', '+') or {}
 if last and field(last, 'type') == 'end' then return {attempt, 1, entries, losses, replaced} end

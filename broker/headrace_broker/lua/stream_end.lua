@@ -1,14 +1,14 @@
--- Ends a stream from outside: whoever writes to it is fenced, and a claim finds it ended.
+-- Ends a stream without a claim. The worker that writes to it is fenced, and the next claim finds it ended.
 -- KEYS: STREAM, ENDED
 -- ARGV: data, begun_seconds, queued_seconds, content
--- data: of the end entry. begun_seconds, queued_seconds: life of the stream, and where its message may lie in the queue.
--- content: from a worker, the digest of its message's content.
--- Returns nothing, or the data of the end entry that was there already, or '' where the stream is another message's.
+-- data: of the end entry. begun_seconds: life of the stream. queued_seconds: its life if its message may be queued.
+-- content: given by workers only, the digest of the message's content.
+-- Returns nothing, or the data of an earlier end entry, or '' if the stream belongs to another message.
 if content and redis.call('TYPE', STREAM).ok ~= 'stream' then redis.call('DEL', STREAM) end
 local last, attempt, tokens = usable_tail(STREAM)
 if last and content and is_of_another(STREAM, content) then return '' end
 if last and field(last, 'type') == 'end' then return field(last, 'data') end
--- that of a request that was handed back lives for longer until it is claimed
+-- the stream of a request that was handed back has a longer life until it is claimed
 local is_queued = not last or redis.call('EXPIRE', STREAM, begun_seconds + 1, 'GT') == 0
 local seconds = is_queued and queued_seconds or begun_seconds
 append(STREAM, attempt + 1, tokens + 1, 'end', data)

@@ -15,12 +15,12 @@ local function split_id(id)
   return tonumber(attempt), tonumber(offset)
 end
 
--- The last entry (nil where there is no stream), its attempt, and the tokens generated so far by all attempts.
+-- Returns the last entry (nil if there is no stream), its attempt, and the tokens that all attempts have generated.
 local function tail(key)
   local last = last_entry(key, '+')
   if not last then return nil, 0, 0 end
   local attempt = split_id(last[1])
-  -- a start says nothing about tokens: what counts is the last chunk of the attempts before it
+  -- a start entry has no token count, so the last entry of an earlier attempt gives it
   local entry = last
   while entry and field(entry, 'type') == 'start' do
     entry = last_entry(key, '(' .. entry[1])
@@ -31,19 +31,19 @@ local function tail(key)
   return last, attempt, offset
 end
 
--- A stream belongs to the message whose content its first entry names; to any message of the request where that entry
--- names none, as that of a worker of an earlier version, or of a cancellation.
+-- A stream belongs to the message whose content digest its first entry has. The entry of a cancellation, or of a worker
+-- of an earlier version, has none: then the stream belongs to any message of the request.
 local function is_of_another(key, content)
   local first = redis.call('XRANGE', key, '-', '+', 'COUNT', 1)[1]
   local readable, data = pcall(cmsgpack.unpack, first and field(first, 'data') or '')
   return readable and type(data) == 'table' and type(data.content) == 'string' and data.content ~= content
 end
 
--- No worker counts attempts or tokens so far. An id has 64 bits for each, and Lua counts exactly up to 2^53.
+-- No worker reaches so many attempts or tokens. An id has 64 bits for each, and Lua is exact up to 2^53.
 local HIGHEST_COUNT = 1000000000
 
--- As `tail`, of a stream that can be gone on with. One with ids behind which there is no room for the next is deleted;
--- then the last value is 1.
+-- Returns the values of `tail`, and 0. A stream whose ids leave no room for a next one is deleted first; then the last
+-- value is 1.
 local function usable_tail(key)
   local last, attempt, tokens = tail(key)
   if attempt < HIGHEST_COUNT and tokens < HIGHEST_COUNT then return last, attempt, tokens, 0 end

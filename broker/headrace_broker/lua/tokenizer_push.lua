@@ -1,9 +1,9 @@
--- Put a call of a tokenizer behind those that wait.
+-- Appends a tokenizer call to those that wait.
 -- KEYS: TOKENIZER_CALLS
--- ARGV: call, most, call_ms, list_ms
--- call_ms: how long it may wait. list_ms: how long the list lives, in which those before it may wait longer. Returns 0 where
--- as many wait as may.
-if redis.call('LLEN', TOKENIZER_CALLS) >= tonumber(most) then return 0 end
+-- ARGV: call, max_calls, call_ms, list_ms
+-- call_ms: how long this call may wait. list_ms: how long the list lives, because earlier calls may wait longer.
+-- Returns 1, or 0 if the list has max_calls already.
+if redis.call('LLEN', TOKENIZER_CALLS) >= tonumber(max_calls) then return 0 end
 local now = redis.call('TIME')
 local ends = now[1] * 1000 + math.floor(now[2] / 1000) + call_ms
 redis.call('RPUSH', TOKENIZER_CALLS, string.format('%.0f|', ends) .. call)

@@ -281,7 +281,7 @@ def _with_usage(form: AnswerForm) -> AnswerForm:
 async def patient_hub(redis_url: str) -> AsyncIterator[StreamHub]:
     """Open a hub that waits for as long as Redis is unavailable."""
     connection = connect_async(redis_url)
-    hub = StreamHub(connection, patience=math.inf)
+    hub = StreamHub(connection, max_outage_seconds=math.inf)
     try:
         yield hub
     finally:

@@ -1,4 +1,4 @@
-"""The asyncio client does what the other one does."""
+"""`AsyncClient` does what `Client` does."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -38,17 +38,17 @@ def writer(redis_client: "redis.Redis") -> StreamWriter:
     return StreamWriter(redis_client, 60)
 
 
-async def test_a_subscriber_waits_while_others_go_on(client: AsyncClient, writer: StreamWriter) -> None:
+async def test_subscribers_wait_without_blocking_the_event_loop(client: AsyncClient, writer: StreamWriter) -> None:
     async def follow(request_id: str) -> list[str]:
         return [chunk.text async for chunk in client.stream(request_id, timeout=10)]
 
     ids = [await client.submit("x"), *await client.submit_many([{"prompt": "y"}])]
-    followers = [asyncio.create_task(follow(request_id)) for request_id in ids]
+    readers = [asyncio.create_task(follow(request_id)) for request_id in ids]
     for request_id in ids:
         writer.claim(request_id, "w")
         writer.publish([StreamWrite.chunk(request_id, 1, 1, index=0, token_ids=[1], text="tok")])
         writer.publish([StreamWrite.end(request_id, 1, 1, finish_reason="stop")])
-    assert await asyncio.gather(*followers) == [["tok"], ["tok"]]
+    assert await asyncio.gather(*readers) == [["tok"], ["tok"]]
 
 
 async def test_a_stream_is_resumed(client: AsyncClient, writer: StreamWriter) -> None:
@@ -59,7 +59,7 @@ async def test_a_stream_is_resumed(client: AsyncClient, writer: StreamWriter) ->
     assert [event.entry_id async for event in client.events("r")] == ["1-0", "1-1", "1-2", "1-3"]
 
 
-async def test_requests_are_cancelled_and_looked_at(client: AsyncClient) -> None:
+async def test_requests_report_their_status_and_are_cancelled(client: AsyncClient) -> None:
     assert await client.status("r") == RequestStatus("pending")
     assert await client.cancel("r")
     assert await client.status("r") == RequestStatus("finished", 1, 0, "cancelled")
@@ -68,7 +68,7 @@ async def test_requests_are_cancelled_and_looked_at(client: AsyncClient) -> None
 
 
 @pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")  # Celery's own
-async def test_a_result_that_comes_later_is_waited_for(client: AsyncClient) -> None:
+async def test_result_waits_until_the_worker_stores_it(client: AsyncClient) -> None:
     result = GenerateResult("r", [CompletionOutput(0, "hi", [7], finish_reason="stop")])
     worker = make_app(client.settings)
     waiting = asyncio.create_task(client.result("r", timeout=10))
@@ -79,14 +79,14 @@ async def test_a_result_that_comes_later_is_waited_for(client: AsyncClient) -> N
         await client.result("unknown", timeout=0.01)
 
 
-def test_it_has_every_method_of_the_other_client() -> None:
+def test_it_has_every_method_of_client() -> None:
     def methods(kind: type) -> set[str]:
         return {name for name in vars(kind) if not name.startswith("_")}
 
     assert methods(AsyncClient) - {"aclose"} == methods(Client) - {"close"}
 
 
-async def test_dead_letters_are_listed_sent_again_and_purged(client: AsyncClient, redis_client: "redis.Redis") -> None:
+async def test_dead_letters_are_listed_requeued_and_purged(client: AsyncClient, redis_client: "redis.Redis") -> None:
     leases = Leases(redis_client, lease_seconds=60, delivery_limit=5)
     for request_id in "ab":
         await client.submit("x", request_id=request_id)
@@ -102,7 +102,7 @@ async def test_dead_letters_are_listed_sent_again_and_purged(client: AsyncClient
     assert await client.dead_letters() == []
 
 
-async def test_whoever_comes_too_late_is_told(client: AsyncClient, redis_client: "redis.Redis") -> None:
+async def test_an_expired_stream_raises(client: AsyncClient, redis_client: "redis.Redis") -> None:
     await client.cancel("r")
     redis_client.delete(stream_key("r"))
     with pytest.raises(StreamExpiredError):
@@ -114,7 +114,7 @@ async def test_models_are_listed(client: AsyncClient, redis_client: "redis.Redis
     assert (await client.models())["m"].max_model_len == 8
 
 
-async def test_a_server_that_is_away_is_named() -> None:
+async def test_an_unreachable_server_is_named() -> None:
     with make_server() as server:
         url = server.url
     async with AsyncClient(url, model="m") as client:

@@ -1,4 +1,4 @@
-"""The client against a real server; the worker's part is played by the test."""
+"""The client against a real server. The tests do the worker's part."""
 
 import base64
 import json
@@ -51,7 +51,7 @@ def writer(redis_client: "redis.Redis") -> StreamWriter:
 
 
 def queued(client: "redis.Redis", model: str = "m", step: int = 0) -> list[dict[str, Any]]:
-    """The messages of a queue, oldest first, with their bodies decoded."""
+    """Return the messages of a queue, oldest first, with their bodies decoded."""
     messages = [json.loads(raw) for raw in reversed(client.lrange(queue_lists(f"headrace.{model}")[step], 0, -1))]
     for message in messages:
         message["body"] = msgpack.unpackb(base64.b64decode(message["body"]))
@@ -59,19 +59,19 @@ def queued(client: "redis.Redis", model: str = "m", step: int = 0) -> list[dict[
 
 
 def shape(message: dict[str, Any]) -> dict[str, Any]:
-    """The message without what differs from one message to the next."""
+    """Return the message without the fields that differ for every message."""
     changing = ("id", "root_id", "enqueued_at", "prefix")
     headers = {key: value for key, value in message["headers"].items() if key not in changing}
     properties = {
         key: value
         for key, value in message["properties"].items()
-        # send_task leaves copies of the last two among the properties, where nothing reads them
+        # send_task also copies the last two into the properties, where nothing reads them
         if key not in ("correlation_id", "delivery_tag", "reply_to", "argsrepr", "kwargsrepr")
     }
     return {**message, "headers": headers, "properties": properties}
 
 
-def test_a_message_looks_exactly_as_a_stock_producer_would_send_it(
+def test_a_message_equals_that_of_a_plain_celery_producer(
     client: Client, redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     stock = Celery("producer", broker=redis_server.url, set_as_current=False)
@@ -88,7 +88,7 @@ def test_a_message_looks_exactly_as_a_stock_producer_would_send_it(
     assert "enqueued_at" in ours["headers"]
 
 
-def test_what_the_queue_acts_on_can_be_read_without_the_body(client: Client, redis_client: "redis.Redis") -> None:
+def test_the_fields_that_the_queue_uses_are_outside_the_body(client: Client, redis_client: "redis.Redis") -> None:
     deadline = datetime(2050, 1, 1, tzinfo=UTC)
     with pytest.raises(InvalidRequestError):
         client.submit("x", expires=deadline)
@@ -108,7 +108,7 @@ def test_no_copy_of_the_prompt_is_readable_in_the_message(client: Client, redis_
     assert b"secret" not in raw
 
 
-def test_submitting_leaves_nothing_behind_but_the_message(client: Client, redis_client: "redis.Redis") -> None:
+def test_submitting_creates_only_the_message(client: Client, redis_client: "redis.Redis") -> None:
     client.submit("x")
     assert redis_client.keys("*") == [b"headrace.m"]
     assert redis_client.pubsub_channels() == []
@@ -121,10 +121,10 @@ def test_submitting_costs_one_command(redis_server: EmbeddedServer, redis_client
         client.submit("x")
         client.submit("y")
         assert redis_client.info("commandstats")["cmdstat_lpush"]["calls"] == 2
-        assert redis_client.info("stats")["total_commands_processed"] <= 4  # two of them are these questions
+        assert redis_client.info("stats")["total_commands_processed"] <= 4  # two of them are the test's own INFO calls
 
 
-def test_many_requests_are_queued_in_their_order(client: Client, redis_client: "redis.Redis") -> None:
+def test_many_requests_are_queued_in_order(client: Client, redis_client: "redis.Redis") -> None:
     ids = client.submit_many(
         [{"prompt": str(number), "model": "other" if number % 2 else "m"} for number in range(450)]
     )
@@ -135,15 +135,13 @@ def test_many_requests_are_queued_in_their_order(client: Client, redis_client: "
         assert [message["headers"]["id"] for message in messages] == ids[first::2]
 
 
-def test_a_bad_request_among_many_sends_none(client: Client, redis_client: "redis.Redis") -> None:
+def test_one_invalid_request_among_many_sends_none(client: Client, redis_client: "redis.Redis") -> None:
     with pytest.raises(InvalidRequestError, match="request 1: prompt must not be empty"):
         client.submit_many([{"prompt": "x"}, {"prompt": ""}])
     assert redis_client.keys("*") == []
 
 
-def test_a_model_that_nobody_served_is_refused_while_others_are_known(
-    client: Client, redis_client: "redis.Redis"
-) -> None:
+def test_a_model_that_was_never_served_is_refused_if_others_were(client: Client, redis_client: "redis.Redis") -> None:
     client.submit("nobody is registered yet, so anything goes")
     register_model(redis_client, "big", max_model_len=4096, worker="w@1", seen=12.5)
     register_model(redis_client, "small", max_model_len=512, worker="w@2", seen=13.5)
@@ -155,14 +153,14 @@ def test_a_model_that_nobody_served_is_refused_while_others_are_known(
     assert client.models().keys() == {"big", "small"}
 
 
-def test_the_check_of_the_model_can_be_left_out(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+def test_the_model_check_can_be_switched_off(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
     register_model(redis_client, "big", max_model_len=4096, worker="w", seen=1)
     with Client(redis_server.url, model="coming-soon", check_model=False) as client:
         client.submit("x")
     assert len(queued(redis_client, "coming-soon")) == 1
 
 
-def test_chunks_are_followed_left_and_resumed(client: Client, writer: StreamWriter) -> None:
+def test_a_stream_is_read_left_and_resumed(client: Client, writer: StreamWriter) -> None:
     writer.claim("r", "w")
     texts = ["Once", " upon", " a", " time"]
     writer.publish(
@@ -177,7 +175,7 @@ def test_chunks_are_followed_left_and_resumed(client: Client, writer: StreamWrit
     assert [first.text, *(chunk.text for chunk in client.stream("r", last_id=first.entry_id))] == texts
 
 
-def test_a_stream_that_failed_raises_after_its_chunks(client: Client, writer: StreamWriter) -> None:
+def test_a_failed_request_raises_after_its_chunks(client: Client, writer: StreamWriter) -> None:
     writer.claim("r", "w")
     error = ErrorInfo("engine_error", "the engine died twice")
     writer.publish(
@@ -193,7 +191,7 @@ def test_a_stream_that_failed_raises_after_its_chunks(client: Client, writer: St
     assert len(list(client.events("r"))) == 3
 
 
-def test_a_stream_that_says_nothing_or_is_gone_is_not_waited_for_for_ever(client: Client) -> None:
+def test_a_silent_stream_times_out_and_an_expired_one_raises(client: Client) -> None:
     with pytest.raises(ResultTimeoutError, match=r"no stream entry within 0\.01 s"):
         next(client.stream("r", timeout=0.01))
     with pytest.raises(StreamExpiredError):
@@ -245,7 +243,7 @@ def test_the_status_follows_the_request(client: Client, writer: StreamWriter, re
     assert client.status("r") == RequestStatus("pending")
 
 
-def test_a_server_that_is_away_is_named_without_its_password(redis_server: EmbeddedServer) -> None:
+def test_an_unreachable_server_is_named_without_its_password(redis_server: EmbeddedServer) -> None:
     with make_server() as server:
         url = server.url
     with Client(url.replace("redis://", "redis://:hunter2@"), model="m", check_model=False) as client:
@@ -255,7 +253,7 @@ def test_a_server_that_is_away_is_named_without_its_password(redis_server: Embed
             assert "hunter2" not in str(refusal.value)
 
 
-def test_the_same_idempotency_key_is_the_same_request(client: Client, redis_client: "redis.Redis") -> None:
+def test_the_same_idempotency_key_returns_the_same_request(client: Client, redis_client: "redis.Redis") -> None:
     first = client.submit("x", {"seed": 1, "top_p": 0.5}, idempotency_key="k")
     assert client.submit("x", {"top_p": 0.5, "seed": 1}, idempotency_key="k", priority=3) == first
     assert len(queued(redis_client)) == 1
@@ -278,12 +276,12 @@ def test_a_tenant_cannot_take_the_idempotency_key_of_another(client: Client, red
     ids.append(client.submit("x", idempotency_key="k"))
     assert len({taken, *ids}) == 7
     keys = [key.decode() for key in redis_client.scan_iter("headrace:idempotency:*")]
-    # a rule of Redis's ACL for the tenant's own keys fits no other tenant's
+    # an ACL rule of Redis for one tenant's keys matches no other tenant's keys
     assert len([key for key in keys if fnmatchcase(key, "headrace:idempotency:a:*")]) == 1
     assert len([key for key in keys if fnmatchcase(key, "headrace:idempotency:a%3Ab:*")]) == 1
 
 
-def test_a_request_id_that_was_used_is_refused_and_its_result_not_touched(
+def test_a_used_request_id_is_refused_and_its_result_unchanged(
     client: Client, writer: StreamWriter, redis_client: "redis.Redis"
 ) -> None:
     writer.claim("running", "w")
@@ -302,9 +300,7 @@ def test_a_request_id_that_was_used_is_refused_and_its_result_not_touched(
     assert len(queued(redis_client)) == 1
 
 
-def test_a_client_that_may_not_look_at_streams_submits_all_the_same(
-    client: Client, redis_client: "redis.Redis"
-) -> None:
+def test_a_client_without_the_right_to_read_streams_can_submit(client: Client, redis_client: "redis.Redis") -> None:
     redis_client.acl_setuser(
         "sender",
         enabled=True,
@@ -320,7 +316,7 @@ def test_a_client_that_may_not_look_at_streams_submits_all_the_same(
         redis_client.acl_deluser("sender")
 
 
-def test_many_requests_with_keys_are_sent_once_each(client: Client, redis_client: "redis.Redis") -> None:
+def test_many_requests_with_idempotency_keys_are_sent_once_each(client: Client, redis_client: "redis.Redis") -> None:
     first = client.submit("x", idempotency_key="a")
     ids = client.submit_many(
         [{"prompt": "x", "idempotency_key": key} for key in ("a", "b", "b")] + [{"prompt": "x"}, {"prompt": "x"}]
@@ -331,7 +327,7 @@ def test_many_requests_with_keys_are_sent_once_each(client: Client, redis_client
     assert len(queued(redis_client)) == 4
 
 
-def test_a_request_whose_sending_failed_is_sent_again_under_its_id(
+def test_a_failed_submission_is_repeated_under_the_same_id(
     client: Client, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -352,20 +348,20 @@ def bounded(redis_server: EmbeddedServer) -> Iterator[Client]:
         yield client
 
 
-def test_a_full_queue_takes_no_more_and_says_when_to_come_again(
+def test_a_full_queue_refuses_requests_and_says_when_to_retry(
     bounded: Client, client: Client, redis_client: "redis.Redis"
 ) -> None:
     bounded.submit_many([{"prompt": "x", "priority": priority} for priority in (0, 5, 9)])
     with pytest.raises(QueueFullError, match="the queue of m is full: it holds 3 of at most 3") as full:
         bounded.submit("x")
-    assert full.value.retry_after_seconds is None  # no worker has looked at the queue yet
+    assert full.value.retry_after_seconds is None  # no worker has read the queue yet
     Leases(redis_client, lease_seconds=60, delivery_limit=5).fetch(queue_lists("headrace.m"), 0)
     with pytest.raises(QueueFullError) as full:
         bounded.submit("x")
     assert full.value.retry_after_seconds is not None
     assert full.value.retry_after_seconds >= 1
     bounded.submit("x", model="other")
-    client.submit("x")  # the bound is the client's own
+    client.submit("x")  # the limit is a setting of each client
     with pytest.raises(QueueFullError):
         bounded.submit("x", idempotency_key="k", request_id="first")
     Leases(redis_client, lease_seconds=60, delivery_limit=5).purge(queue_lists("headrace.m"))
@@ -373,9 +369,7 @@ def test_a_full_queue_takes_no_more_and_says_when_to_come_again(
     assert bounded.submit("x", idempotency_key="k") == "first"
 
 
-def test_messages_whose_time_has_not_come_count_in_the_bound(
-    bounded: Client, client: Client, redis_client: "redis.Redis"
-) -> None:
+def test_delayed_messages_count_towards_the_limit(bounded: Client, client: Client, redis_client: "redis.Redis") -> None:
     client.submit_many([{"prompt": "x"}] * 3)
     leases = Leases(redis_client, lease_seconds=60, delivery_limit=5)
     later, now, _held = leases.fetch(queue_lists("headrace.m"), 3)
@@ -386,7 +380,7 @@ def test_messages_whose_time_has_not_come_count_in_the_bound(
         bounded.submit("x")
 
 
-def test_of_many_requests_all_are_sent_or_none(bounded: Client, redis_client: "redis.Redis") -> None:
+def test_submit_many_sends_all_requests_or_none(bounded: Client, redis_client: "redis.Redis") -> None:
     with pytest.raises(QueueFullError):
         bounded.submit_many([{"prompt": "x"}] * 4)
     assert queued(redis_client) == []

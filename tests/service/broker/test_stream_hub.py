@@ -1,4 +1,4 @@
-"""The hub on a real server: streams join and leave while it reads, and subscribers are slow, many or late."""
+"""The hub on a real server: streams are added and removed during reads, and subscribers are slow, many or late."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,8 +16,8 @@ from headrace_broker.stream_hub import MAX_SUBSCRIBERS, StreamHub, Subscription
 from headrace_broker.streams import StreamWrite, StreamWriter
 from service.servers import make_server
 
-PATIENCE = 30.0
-"""Seconds that only a failure takes in full."""
+TIMEOUT = 30.0
+"""Seconds; only a failing test waits that long."""
 
 
 @pytest.fixture
@@ -26,9 +26,9 @@ def writer(redis_client: "redis.Redis") -> StreamWriter:
 
 
 @asynccontextmanager
-async def running_hub(url: str, *, patience: float = PATIENCE) -> AsyncIterator[StreamHub]:
+async def running_hub(url: str, *, max_outage: float = TIMEOUT) -> AsyncIterator[StreamHub]:
     async with connect_async(url) as connection:
-        hub = StreamHub(connection, patience=patience)
+        hub = StreamHub(connection, max_outage_seconds=max_outage)
         try:
             yield hub
         finally:
@@ -36,7 +36,7 @@ async def running_hub(url: str, *, patience: float = PATIENCE) -> AsyncIterator[
 
 
 def write(writer: StreamWriter, request_id: str, first: int, last: int, *, end: bool = False) -> None:
-    """Tokens from `first` to `last`; the first of all begins the stream."""
+    """Write the tokens from `first` to `last`; token 1 begins the stream."""
     if first == 1:
         writer.claim(request_id, "w")
     numbers = range(first, last + 1)
@@ -45,11 +45,11 @@ def write(writer: StreamWriter, request_id: str, first: int, last: int, *, end: 
 
 
 async def take_until(subscription: Subscription, offset: int, *, end: bool = False) -> list[int]:
-    """The offsets of the tokens that come until this one, or until the end."""
+    """Return the offsets of the tokens that arrive up to `offset`, or up to the end."""
     taken: list[int] = []
     has_ended = False
     while not (has_ended if end else taken and taken[-1] >= offset):
-        events = await subscription.take(PATIENCE)
+        events = await subscription.take(TIMEOUT)
         assert events, f"nothing came behind {taken[-1:]}"
         taken += [event.offset for _, event in events if isinstance(event, ChunkEvent)]
         has_ended |= any(isinstance(event, EndEvent) for _, event in events)
@@ -57,13 +57,13 @@ async def take_until(subscription: Subscription, offset: int, *, end: bool = Fal
 
 
 async def wait_blocked(client: "redis.Redis") -> None:
-    """Until the hub waits in Redis."""
-    async with asyncio.timeout(PATIENCE):
+    """Wait until the hub blocks in Redis."""
+    async with asyncio.timeout(TIMEOUT):
         while not client.info("clients")["blocked_clients"]:
             await asyncio.sleep(0.01)
 
 
-async def test_a_stream_joins_and_leaves_while_others_are_waited_for(
+async def test_a_stream_is_added_and_removed_while_the_hub_waits_for_others(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", writer: StreamWriter
 ) -> None:
     async with running_hub(redis_server.url) as hub, hub.subscribe({"a": "0-0", "early": "0-0"}) as first:
@@ -82,9 +82,7 @@ async def test_a_stream_joins_and_leaves_while_others_are_waited_for(
             assert first.request_ids == ["early"]
 
 
-async def test_many_streams_come_whole_each_to_its_subscriber(
-    redis_server: EmbeddedServer, writer: StreamWriter
-) -> None:
+async def test_each_subscriber_gets_its_whole_stream(redis_server: EmbeddedServer, writer: StreamWriter) -> None:
     names = [f"r{number}" for number in range(100)]
 
     async def follow(hub: StreamHub, name: str) -> list[int]:
@@ -103,7 +101,7 @@ async def test_many_streams_come_whole_each_to_its_subscriber(
         assert len(hub) == 0
 
 
-async def test_every_subscriber_of_one_stream_gets_it_up_to_a_bound(
+async def test_one_stream_has_several_subscribers_up_to_a_limit(
     redis_server: EmbeddedServer, writer: StreamWriter
 ) -> None:
     write(writer, "r", 1, 5)
@@ -116,7 +114,7 @@ async def test_every_subscriber_of_one_stream_gets_it_up_to_a_bound(
             assert await take_until(subscription, 8, end=True) == list(range(1, 9))
 
 
-async def test_a_slow_subscriber_loses_nothing_and_holds_up_nobody(
+async def test_a_slow_subscriber_loses_nothing_and_delays_no_other(
     redis_server: EmbeddedServer, writer: StreamWriter
 ) -> None:
     write(writer, "slow", 1, 1500)
@@ -134,7 +132,7 @@ async def test_a_slow_subscriber_loses_nothing_and_holds_up_nobody(
         assert await take_until(slow, 3000, end=True) == list(range(1, 3001))
 
 
-async def test_a_stream_that_has_expired_is_told_and_the_others_go_on(
+async def test_an_expired_stream_is_reported_and_the_others_continue(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", writer: StreamWriter
 ) -> None:
     write(writer, "gone", 1, 2, end=True)
@@ -144,14 +142,14 @@ async def test_a_stream_that_has_expired_is_told_and_the_others_go_on(
         hub.subscribe({"gone": "0-0"}) as gone,
         hub.subscribe({"late": "0-0"}) as late,
     ):
-        ((name, event),) = await gone.take(PATIENCE)
+        ((name, event),) = await gone.take(TIMEOUT)
         assert (name, type(event)) == ("gone", StreamExpiredError)
         assert gone.request_ids == []
         write(writer, "late", 1, 2, end=True)
         assert await take_until(late, 2, end=True) == [1, 2]
 
 
-async def test_an_entry_that_cannot_be_read_fails_its_own_subscriber_alone(
+async def test_a_malformed_entry_fails_only_its_own_subscriber(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", writer: StreamWriter
 ) -> None:
     redis_client.xadd(stream_key("bad"), {"type": "new", "data": b""}, id="1-1")
@@ -161,27 +159,27 @@ async def test_an_entry_that_cannot_be_read_fails_its_own_subscriber_alone(
         hub.subscribe({"bad": "0-0"}) as bad,
     ):
         with pytest.raises(MalformedEntryError):
-            await bad.take(PATIENCE)
+            await bad.take(TIMEOUT)
         write(writer, "good", 1, 2, end=True)
         assert await take_until(good, 2, end=True) == [1, 2]
 
 
-@pytest.mark.parametrize("patience", [PATIENCE, 0.0])
-async def test_subscribers_are_told_that_redis_is_away_only_beyond_the_patience(patience: float) -> None:
+@pytest.mark.parametrize("max_outage", [TIMEOUT, 0.0])
+async def test_subscribers_get_an_error_only_after_the_longest_allowed_outage(max_outage: float) -> None:
     with make_server(appendonly=True) as server, redis.Redis.from_url(server.url, protocol=2) as client:
         write(StreamWriter(client, 60), "r", 1, 3)
-        async with running_hub(server.url, patience=patience) as hub:
+        async with running_hub(server.url, max_outage=max_outage) as hub:
             async with hub.subscribe({"r": "0-0"}) as subscription:
                 assert await take_until(subscription, 3) == [1, 2, 3]
                 await wait_blocked(client)
-                taking = asyncio.create_task(subscription.take(PATIENCE))
+                taking = asyncio.create_task(subscription.take(TIMEOUT))
                 await asyncio.to_thread(server.kill)
-                if patience == 0:
+                if max_outage == 0:
                     with pytest.raises(redis.ConnectionError):
                         await taking
                 await asyncio.to_thread(server.start)
                 write(StreamWriter(client, 60), "r", 4, 5, end=True)
-                if patience:
+                if max_outage:
                     events = await taking
                     assert [event.offset for _, event in events if isinstance(event, ChunkEvent)] == [4, 5]
             async with hub.subscribe({"r": "1-2"}) as again:

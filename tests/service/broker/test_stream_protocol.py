@@ -1,4 +1,4 @@
-"""Whatever workers, zombies, lost replies and clients do in whatever order, a stream tells one story."""
+"""Writes, zombies, lost replies and cancellations in any order leave one consistent stream."""
 
 import uuid
 
@@ -23,7 +23,7 @@ ACTIONS = st.lists(
 
 
 class Worker:
-    """Generates the tokens 1, 2, 3, ... and believes that it owns the request until it is told otherwise."""
+    """Generates the tokens 1, 2, 3, ... and assumes that it owns the request until a write is refused."""
 
     def __init__(self, writer: StreamWriter, request_id: str) -> None:
         self.writer = writer
@@ -91,11 +91,11 @@ def test_every_token_appears_once_and_in_order(
             if action == "finish":
                 finished.add(number)
             if worker.told is None and action != "lose reply":
-                assert worker.attempt == newest_attempt  # only the newest owner is ever believed
-    check_story(redis_client, request_id)
+                assert worker.attempt == newest_attempt  # no other attempt's write is accepted
+    check_stream(redis_client, request_id)
 
 
-def check_story(client: "redis.Redis", request_id: str) -> None:
+def check_stream(client: "redis.Redis", request_id: str) -> None:
     events: list[StreamEvent] = [read_entry(*entry) for entry in client.xrange(stream_key(request_id))]
     tokens = [token for event in events if isinstance(event, ChunkEvent) for token in event.token_ids]
     assert tokens == list(range(1, len(tokens) + 1))

@@ -1,4 +1,4 @@
-"""The stream protocol against a real server: one test for each way in which two writers can meet."""
+"""The stream protocol against a real server: one test for each conflict between two writers."""
 
 import pytest
 import redis
@@ -49,7 +49,7 @@ def test_a_request_runs_from_claim_to_end(writer: StreamWriter, redis_client: "r
     assert events[-1] == EndEvent("1-4", 1, 3, "stop", Usage(1, 0, 3), None)
 
 
-def test_a_start_tells_the_length_of_the_prompt_and_its_end(writer: StreamWriter, redis_client: "redis.Redis") -> None:
+def test_a_start_entry_has_the_prompt_length_and_its_tail(writer: StreamWriter, redis_client: "redis.Redis") -> None:
     writer.claim("r", "w", prompt_tokens=7, prompt_tail="<think>\n")
     writer.claim("r", "w2", prompt_tokens=0, prompt_tail="")
     writer.claim("r", "an older one")
@@ -59,9 +59,7 @@ def test_a_start_tells_the_length_of_the_prompt_and_its_end(writer: StreamWriter
     assert "think" not in repr(starts)
 
 
-def test_a_start_names_the_draws_or_says_that_there_are_none_to_repeat(
-    writer: StreamWriter, redis_client: "redis.Redis"
-) -> None:
+def test_a_start_entry_names_the_draws_or_has_an_empty_name(writer: StreamWriter, redis_client: "redis.Redis") -> None:
     writer.claim("r", "an older one")
     writer.publish([chunk(1, 1)])
     writer.claim("r", "w", draws="headrace-1")
@@ -75,7 +73,7 @@ def test_a_start_names_the_draws_or_says_that_there_are_none_to_repeat(
     assert draws_of(entries) == {"headrace-1", ""}
 
 
-def test_a_replay_after_a_lost_reply_changes_nothing_and_is_no_failure(
+def test_a_replay_after_a_lost_reply_changes_nothing_and_does_not_fail(
     writer: StreamWriter, redis_client: "redis.Redis"
 ) -> None:
     writer.claim("r", "w")
@@ -101,14 +99,14 @@ def test_a_zombie_is_fenced_whether_it_is_behind_level_or_ahead(
     assert entry_ids(redis_client) == ["1-0", "1-1", "2-0", "2-2", "2-3"]
 
 
-def test_a_zombie_may_not_end_the_stream(writer: StreamWriter) -> None:
+def test_a_zombie_cannot_end_the_stream(writer: StreamWriter) -> None:
     writer.claim("r", "zombie")
     writer.claim("r", "successor")
     assert writer.publish([end(1, 5)]) == {("r", 1): WriteOutcome.FENCED}
     assert writer.publish([chunk(2, 1)]) == {}
 
 
-def test_a_zombie_that_was_overtaken_to_the_end_is_fenced_not_cancelled(writer: StreamWriter) -> None:
+def test_a_zombie_is_fenced_not_cancelled_after_another_worker_ends_the_stream(writer: StreamWriter) -> None:
     writer.claim("r", "zombie")
     writer.claim("r", "successor")
     writer.publish([chunk(2, 1), end(2, 1)])
@@ -132,23 +130,21 @@ def test_a_request_cancelled_in_the_queue_never_runs(writer: StreamWriter, redis
     assert claim.ended is not None
     assert (claim.ended.entry_id, claim.ended.finish_reason) == ("1-1", "cancelled")
     assert claim.ended.error == ErrorInfo("cancelled", "the client cancelled the request")
-    # the message may be far back in the queue
+    # the message may still wait in the queue
     assert redis_client.ttl(stream_key("r")) > TTL
 
 
-def test_a_running_request_learns_at_its_next_write_that_it_is_cancelled(
-    writer: StreamWriter, redis_client: "redis.Redis"
-) -> None:
+def test_a_running_request_is_cancelled_at_its_next_write(writer: StreamWriter, redis_client: "redis.Redis") -> None:
     writer.claim("r", "w")
     writer.publish([chunk(1, 5, tokens=5)])
     assert cancel(redis_client) is None
     assert writer.publish([chunk(1, 6)]) == {("r", 1): WriteOutcome.CANCELLED}
     assert entry_ids(redis_client) == ["1-0", "1-5", "2-6"]
-    assert cancel(redis_client) == cancel_call("r", TTL)["args"][0]  # a second time it changes nothing
+    assert cancel(redis_client) == cancel_call("r", TTL)["args"][0]  # a second call changes nothing
     assert entry_ids(redis_client) == ["1-0", "1-5", "2-6"]
 
 
-def test_the_end_from_outside_counts_the_tokens_of_all_attempts(
+def test_an_end_without_a_claim_counts_the_tokens_of_all_attempts(
     writer: StreamWriter, redis_client: "redis.Redis"
 ) -> None:
     writer.claim("r", "a")
@@ -170,14 +166,14 @@ def test_ending_a_stream_that_was_never_claimed_happens_once(writer: StreamWrite
     assert 0 < redis_client.ttl(stream_key("r")) <= TTL
 
 
-def test_ending_an_unclaimed_stream_fences_whoever_writes(writer: StreamWriter) -> None:
+def test_ending_an_unclaimed_stream_fences_its_writer(writer: StreamWriter) -> None:
     writer.claim("r", "w")
     assert writer.end_unclaimed("r", "error", ErrorInfo("dead_letter", "x")) is Ending.WRITTEN
     assert writer.publish([chunk(1, 1)]) == {("r", 1): WriteOutcome.FENCED}
 
 
 def roll_back(client: "redis.Redis", *ids: str) -> None:
-    """What another server lacks that takes over: the stream as it was before these entries."""
+    """Delete these entries, as a failover to a replica that lacks them does."""
     entries = [(entry_id.decode(), fields) for entry_id, fields in client.xrange(stream_key("r"))]
     client.delete(stream_key("r"))
     for entry_id, fields in entries:
@@ -185,7 +181,7 @@ def roll_back(client: "redis.Redis", *ids: str) -> None:
             client.xadd(stream_key("r"), fields, id=entry_id)
 
 
-def test_nothing_is_written_behind_entries_that_the_server_has_lost(
+def test_nothing_is_written_after_entries_that_the_server_has_lost(
     writer: StreamWriter, redis_client: "redis.Redis"
 ) -> None:
     writer.claim("r", "w")
@@ -220,13 +216,13 @@ def test_two_workers_of_one_attempt_write_no_token_twice_and_leave_none_out(
     assert writer.claim("r", "c").attempt == 2
     ours = [chunk(2, 2), chunk(2, 4, tokens=2)]
     assert writer.publish(ours) == {}
-    # chunks of other sizes, of other text, and an end, as if none of ours were there
+    # chunks of other sizes and texts, and an end, written as if the other worker's did not exist
     for late in (chunk(2, 3, tokens=2), chunk(2, 5, tokens=4), end(2, 1), end(2, 3)):
         assert writer.publish([late]) == {("r", 2): WriteOutcome.ROLLED_BACK}
     other = StreamWrite.chunk("r", 2, 2, index=0, token_ids=[9], text="of another draw")
-    behind = [chunk(2, 4, tokens=2), chunk(2, 5)]  # which would fit
+    behind = [chunk(2, 4, tokens=2), chunk(2, 5)]  # their token counts would fit
     assert writer.publish([other, *behind]) == {("r", 2): WriteOutcome.ROLLED_BACK}
-    assert writer.publish([*ours, end(2, 4)]) == {}  # a lost reply, and then the next
+    assert writer.publish([*ours, end(2, 4)]) == {}  # repeated after a lost reply, with the next write
     behind_the_end = [chunk(2, 6, tokens=2)]
     assert writer.publish(behind_the_end) == {("r", 2): WriteOutcome.ROLLED_BACK}
     assert entry_ids(redis_client) == ["1-0", "1-1", "2-0", "2-2", "2-4", "2-5"]
@@ -239,7 +235,7 @@ def test_an_expired_stream_is_not_recreated(writer: StreamWriter, redis_client: 
     assert not redis_client.exists(stream_key("r"))
 
 
-def test_every_write_gives_the_stream_its_whole_life_again(writer: StreamWriter, redis_client: "redis.Redis") -> None:
+def test_every_write_renews_the_life_of_the_stream(writer: StreamWriter, redis_client: "redis.Redis") -> None:
     writer.claim("r", "w")
     assert 0 < redis_client.ttl(stream_key("r")) <= TTL
     for write in (chunk(1, 1), end(1, 1)):
@@ -247,11 +243,11 @@ def test_every_write_gives_the_stream_its_whole_life_again(writer: StreamWriter,
         writer.publish([write])
         assert redis_client.ttl(stream_key("r")) > 5
     redis_client.expire(stream_key("r"), 5)
-    writer.publish([chunk(1, 1)])  # a rejected write does not
+    writer.publish([chunk(1, 1)])  # a rejected write does not renew it
     assert redis_client.ttl(stream_key("r")) <= 5
 
 
-def test_the_stream_of_a_request_that_waits_to_go_on_lives_for_a_day_until_it_is_claimed(
+def test_the_stream_of_a_request_handed_back_lives_for_a_day_until_its_claim(
     writer: StreamWriter, redis_client: "redis.Redis"
 ) -> None:
     writer.claim("r", "w")
@@ -261,7 +257,7 @@ def test_the_stream_of_a_request_that_waits_to_go_on_lives_for_a_day_until_it_is
     assert redis_client.ttl(stream_key("r")) <= TTL
 
 
-def test_a_request_that_is_cancelled_while_it_waits_to_go_on_never_runs_on(
+def test_a_request_cancelled_after_it_was_handed_back_does_not_continue(
     writer: StreamWriter, redis_client: "redis.Redis"
 ) -> None:
     writer.claim("r", "w")
@@ -271,7 +267,7 @@ def test_a_request_that_is_cancelled_while_it_waits_to_go_on_never_runs_on(
     assert redis_client.ttl(ended_key("r")) > 86_000
 
 
-def test_many_streams_are_written_in_one_call_and_only_failures_are_told(
+def test_many_streams_are_written_in_one_call_that_returns_only_failures(
     writer: StreamWriter, redis_client: "redis.Redis"
 ) -> None:
     for number in range(64):
@@ -279,7 +275,7 @@ def test_many_streams_are_written_in_one_call_and_only_failures_are_told(
     writer.claim("r3", "another")
     redis_client.delete(stream_key("r5"))
     cancel(redis_client, "r7")
-    writer.publish([chunk(1, 1, "nobody")])  # from now on the server knows the script
+    writer.publish([chunk(1, 1, "nobody")])  # loads the script into the server
     calls = redis_client.info("commandstats")["cmdstat_evalsha"]["calls"]
     outcomes = writer.publish([chunk(1, 1, f"r{number}") for number in range(64)])
     assert redis_client.info("commandstats")["cmdstat_evalsha"]["calls"] == calls + 1
@@ -291,7 +287,7 @@ def test_many_streams_are_written_in_one_call_and_only_failures_are_told(
     assert all(entry_ids(redis_client, f"r{number}") == ["1-0", "1-1"] for number in (0, 1, 2, 4, 6, 63))
 
 
-def test_publishing_nothing_asks_nothing(writer: StreamWriter) -> None:
+def test_publishing_nothing_sends_no_command(writer: StreamWriter) -> None:
     assert writer.publish([]) == {}
 
 
@@ -304,7 +300,7 @@ def test_a_key_of_another_type_ends_its_own_request_and_no_other_of_the_same_cal
     assert entry_ids(redis_client, "other")[-1] == "1-1"
 
 
-def test_the_scripts_survive_a_server_that_forgot_them(writer: StreamWriter, redis_client: "redis.Redis") -> None:
+def test_scripts_are_loaded_again_after_the_server_lost_them(writer: StreamWriter, redis_client: "redis.Redis") -> None:
     writer.claim("r", "w")
     redis_client.script_flush()
     assert writer.publish([chunk(1, 1)]) == {}
@@ -328,7 +324,7 @@ def expire(client: "redis.Redis", request_id: str = "r") -> None:
 
 
 @pytest.mark.parametrize("how", ["by its worker", "from outside", "in the queue"])
-def test_a_subscriber_that_comes_too_late_is_told_and_one_that_comes_early_waits(
+def test_a_late_subscriber_gets_an_error_and_an_early_one_waits(
     writer: StreamWriter, redis_client: "redis.Redis", how: str
 ) -> None:
     with pytest.raises(ResultTimeoutError):
@@ -347,28 +343,26 @@ def test_a_subscriber_that_comes_too_late_is_told_and_one_that_comes_early_waits
     assert (request_id, type(item)) == ("r", StreamExpiredError)
 
 
-def test_a_stream_that_expired_without_an_end_may_still_go_on(
-    writer: StreamWriter, redis_client: "redis.Redis"
-) -> None:
+def test_a_stream_that_expired_without_an_end_may_continue(writer: StreamWriter, redis_client: "redis.Redis") -> None:
     writer.claim("r", "w")
     redis_client.delete(stream_key("r"))
     with pytest.raises(ResultTimeoutError):
         next(read_stream(redis_client, "r", timeout=0))
 
 
-def test_a_request_that_is_claimed_anew_after_its_stream_has_expired_has_not_ended(
+def test_a_request_claimed_again_after_its_stream_expired_has_not_ended(
     writer: StreamWriter, redis_client: "redis.Redis"
 ) -> None:
     writer.claim("r", "w")
     writer.publish([end(1, 0)])
     expire(redis_client)
     assert writer.claim("r", "another").attempt == 1
-    redis_client.delete(stream_key("r"))  # its worker was silent for long
+    redis_client.delete(stream_key("r"))  # it expired while its worker wrote nothing
     with pytest.raises(ResultTimeoutError):
         next(read_stream(redis_client, "r", timeout=0.01))
 
 
-def test_the_end_that_a_zombie_is_refused_marks_nothing(writer: StreamWriter, redis_client: "redis.Redis") -> None:
+def test_a_refused_end_of_a_zombie_sets_no_end_mark(writer: StreamWriter, redis_client: "redis.Redis") -> None:
     writer.claim("r", "zombie")
     writer.claim("r", "successor")
     writer.claim("other", "w")
@@ -377,9 +371,7 @@ def test_the_end_that_a_zombie_is_refused_marks_nothing(writer: StreamWriter, re
     assert redis_client.exists(ended_key("other"))
 
 
-def test_who_comes_late_to_a_deleted_stream_is_told_and_does_not_wait(
-    redis_client: "redis.Redis", writer: StreamWriter
-) -> None:
+def test_a_late_subscriber_of_a_deleted_stream_gets_an_error(redis_client: "redis.Redis", writer: StreamWriter) -> None:
     attempt = writer.claim("r", "w").attempt
     redis_client.delete(stream_key("r"))
     write = StreamWrite.chunk("r", attempt, 1, index=0, token_ids=[7], text="x")
@@ -387,5 +379,5 @@ def test_who_comes_late_to_a_deleted_stream_is_told_and_does_not_wait(
     writer.mark_gone("r")
     with pytest.raises(StreamExpiredError):
         list(read_stream(redis_client, "r"))
-    writer.claim("r", "w")  # it begins anew
+    writer.claim("r", "w")  # begins a new stream
     assert not redis_client.exists(ended_key("r"))

@@ -1,4 +1,4 @@
-"""Calls of a tokenizer between those who ask and a worker, on a real server."""
+"""Tokenizer calls between a client and a worker, on a real server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -13,12 +13,12 @@ from headrace_broker.events import pack, unpack
 from headrace_broker.keys import tokenizer_answer_key, tokenizer_calls_key
 from headrace_broker.tokenizer_calls import (
     ANSWER_SECONDS,
-    MOST_OF_ASKER,
-    MOST_OF_KEY,
-    MOST_WAITING,
-    TokenizerAsker,
+    MAX_CALLS_PER_CLIENT,
+    MAX_CALLS_PER_KEY,
+    MAX_WAITING_CALLS,
     TokenizerCall,
     TokenizerCalls,
+    TokenizerClient,
 )
 
 
@@ -42,10 +42,10 @@ async def take(calls: TokenizerCalls) -> TokenizerCall:
     return call
 
 
-async def test_a_call_reaches_a_worker_of_any_of_its_names_and_its_answer_comes_back(
+async def test_a_worker_answers_calls_for_any_of_its_served_names(
     client: "redis.Redis", asking: "redis.asyncio.Redis"
 ) -> None:
-    asked = asyncio.create_task(TokenizerAsker(asking).call("m|2", "count", {"request": {"prompt": "a|b"}}))
+    asked = asyncio.create_task(TokenizerClient(asking).call("m|2", "count", {"request": {"prompt": "a|b"}}))
     calls = TokenizerCalls(client, ["m", "m|2"])
     call = await take(calls)
     assert (call.kind, unpack(call.body)) == ("count", {"request": {"prompt": "a|b"}})
@@ -54,15 +54,15 @@ async def test_a_call_reaches_a_worker_of_any_of_its_names_and_its_answer_comes_
     assert client.keys("*") == []
 
 
-async def test_a_call_with_less_time_does_not_end_those_before_it(
+async def test_a_call_with_a_shorter_timeout_does_not_expire_earlier_ones(
     client: "redis.Redis", asking: "redis.asyncio.Redis"
 ) -> None:
-    asked = asyncio.create_task(TokenizerAsker(asking).call("m", "count", {}))
+    asked = asyncio.create_task(TokenizerClient(asking).call("m", "count", {}))
     while not client.llen(key := tokenizer_calls_key("m")):
         await asyncio.sleep(0)
     assert 0 < client.pttl(key) <= 1000 * ANSWER_SECONDS
-    client.persist(key)  # its life is then the one that the second call gives it
-    short = asyncio.create_task(TokenizerAsker(asking, seconds=ANSWER_SECONDS / 2).call("m", "count", {}))
+    client.persist(key)  # so that only the second call sets its expiry
+    short = asyncio.create_task(TokenizerClient(asking, seconds=ANSWER_SECONDS / 2).call("m", "count", {}))
     while client.llen(key) < 2:
         await asyncio.sleep(0)
     assert 1000 * ANSWER_SECONDS / 2 < client.pttl(key) <= 1000 * ANSWER_SECONDS
@@ -74,7 +74,7 @@ async def test_a_call_with_less_time_does_not_end_those_before_it(
 
 
 async def test_a_refusal_is_raised_with_its_code(client: "redis.Redis", asking: "redis.asyncio.Redis") -> None:
-    asked = asyncio.create_task(TokenizerAsker(asking).call("m", "detokenize", {"tokens": []}))
+    asked = asyncio.create_task(TokenizerClient(asking).call("m", "detokenize", {"tokens": []}))
     calls = TokenizerCalls(client, ["m"])
     calls.answer(await take(calls), pack({"error": {"code": "unsupported", "message": "no"}}))
     with pytest.raises(TokenizerCallError, match="no") as raised:
@@ -82,16 +82,16 @@ async def test_a_refusal_is_raised_with_its_code(client: "redis.Redis", asking: 
     assert raised.value.code == "unsupported"
 
 
-async def test_a_call_that_nobody_answers_fails_in_time(asking: "redis.asyncio.Redis") -> None:
-    asker = TokenizerAsker(asking, seconds=0.05)
-    with pytest.raises(TokenizerCallError, match=r"no worker of m has answered within 0\.05 s") as raised:
-        await asker.call("m", "count", {})
+async def test_an_unanswered_call_times_out(asking: "redis.asyncio.Redis") -> None:
+    tokenizer = TokenizerClient(asking, seconds=0.05)
+    with pytest.raises(TokenizerCallError, match=r"no worker of m answered within 0\.05 s") as raised:
+        await tokenizer.call("m", "count", {})
     assert raised.value.code == "tokenizer_unavailable"
 
 
-async def test_a_call_whose_time_is_over_is_not_taken(client: "redis.Redis", asking: "redis.asyncio.Redis") -> None:
+async def test_an_expired_call_is_not_taken(client: "redis.Redis", asking: "redis.asyncio.Redis") -> None:
     calls, key = TokenizerCalls(client, ["m"]), tokenizer_calls_key("m")
-    asked = asyncio.create_task(TokenizerAsker(asking).call("m", "count", {}))
+    asked = asyncio.create_task(TokenizerClient(asking).call("m", "count", {}))
     while (call := client.lpop(key)) is None:
         await asyncio.sleep(0)
     seconds, _ = client.time()
@@ -103,30 +103,30 @@ async def test_a_call_whose_time_is_over_is_not_taken(client: "redis.Redis", ask
         await asked
 
 
-async def test_no_more_calls_wait_than_may(client: "redis.Redis", asking: "redis.asyncio.Redis") -> None:
-    askers = [TokenizerAsker(asking) for _ in range(MOST_WAITING // MOST_OF_ASKER)]
-    keys = [str(number // MOST_OF_KEY) for number in range(MOST_OF_ASKER)]
-    waiting = [asyncio.create_task(asker.call("m", "count", {}, key=key)) for asker in askers for key in keys]
-    while client.llen(tokenizer_calls_key("m")) < MOST_WAITING:
+async def test_the_number_of_waiting_calls_is_limited(client: "redis.Redis", asking: "redis.asyncio.Redis") -> None:
+    tokenizers = [TokenizerClient(asking) for _ in range(MAX_WAITING_CALLS // MAX_CALLS_PER_CLIENT)]
+    keys = [str(number // MAX_CALLS_PER_KEY) for number in range(MAX_CALLS_PER_CLIENT)]
+    waiting = [asyncio.create_task(each.call("m", "count", {}, key=key)) for each in tokenizers for key in keys]
+    while client.llen(tokenizer_calls_key("m")) < MAX_WAITING_CALLS:
         await asyncio.sleep(0)
-    with pytest.raises(TokenizerCallError, match="64 calls") as raised:
-        await TokenizerAsker(asking).call("m", "count", {})
+    with pytest.raises(TokenizerCallError, match="64 tokenizer calls") as raised:
+        await TokenizerClient(asking).call("m", "count", {})
     assert raised.value.code == "tokenizer_unavailable"
-    one_more = asyncio.create_task(askers[0].call("m", "count", {}))  # waits in the asker itself
+    one_more = asyncio.create_task(tokenizers[0].call("m", "count", {}))  # waits in the client's memory
     calls = TokenizerCalls(client, ["m"])
-    for number in range(MOST_WAITING + 1):
+    for number in range(MAX_WAITING_CALLS + 1):
         calls.answer(await take(calls), pack({"result": {"count": number}}))
-    assert {answer["count"] for answer in await asyncio.gather(*waiting, one_more)} == set(range(MOST_WAITING + 1))
+    assert {answer["count"] for answer in await asyncio.gather(*waiting, one_more)} == set(range(MAX_WAITING_CALLS + 1))
 
 
 @pytest.mark.parametrize("item", [b"", b"|||", b"x|y|count|z", b"99999999999999|y|steal|z", b"1|y|count|z", b"\xff"])
-def test_what_is_no_call_that_somebody_waits_for_is_passed_over(client: "redis.Redis", item: bytes) -> None:
+def test_malformed_and_expired_calls_are_skipped(client: "redis.Redis", item: bytes) -> None:
     client.rpush(tokenizer_calls_key("m"), item)
     assert TokenizerCalls(client, ["m"]).take(1.0) is None
     assert not client.exists(tokenizer_calls_key("m"))
 
 
-def test_an_answer_and_its_life_are_written_together(client: "redis.Redis") -> None:
+def test_an_answer_and_its_expiry_are_written_together(client: "redis.Redis") -> None:
     client.config_resetstat()
     TokenizerCalls(client, ["m"]).answer(TokenizerCall("a", "count", b""), pack({"result": {"count": 3}}))
     assert client.info("commandstats")["cmdstat_exec"]["calls"] == 1

@@ -1,4 +1,4 @@
-"""What a caller may get wrong: each of it is answered by a sentence of ours, before anything is sent."""
+"""Wrong arguments raise one of our errors, with a message that says what is wrong, before anything is sent."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -77,7 +77,9 @@ def cases() -> list[Any]:
         pytest.param(call, odd, id=f"{name}: {odd!r:.20}")
         for name, call in CALLS.items()
         for odd in (*ODD, TOO_LONG)
-        if not (name == "request_id of submit" and odd in (0, -1) and odd is not True)  # an integer becomes text
+        if not (
+            name == "request_id of submit" and odd in (0, -1) and odd is not True
+        )  # an integer is converted to a string
     ]
     return words + [
         pytest.param(call, odd, id=f"{name}: {odd!r:.20}") for name, call in NUMBERS.items() for odd in ODD_NUMBERS
@@ -85,7 +87,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("call", "odd"), cases())
-def test_a_wrong_argument_is_answered_by_a_sentence(
+def test_a_wrong_argument_is_refused_before_anything_is_sent(
     client: Client, redis_client: "redis.Redis", call: Callable[[Any, Any], Any], odd: Any
 ) -> None:
     with pytest.raises(InvalidRequestError, match=r"must|unknown"):
@@ -94,7 +96,9 @@ def test_a_wrong_argument_is_answered_by_a_sentence(
 
 
 @pytest.mark.parametrize("call", list(CALLS.values()), ids=list(CALLS))
-async def test_so_it_is_with_asyncio(redis_server: EmbeddedServer, call: Callable[[Any, Any], Any]) -> None:
+async def test_a_wrong_argument_is_refused_by_the_asyncio_client(
+    redis_server: EmbeddedServer, call: Callable[[Any, Any], Any]
+) -> None:
     async with AsyncClient(redis_server.url, model="m") as client:
         answer = call(client, 1.5)
         with pytest.raises(HeadraceBrokerError, match=r"must|unknown"):
@@ -102,7 +106,7 @@ async def test_so_it_is_with_asyncio(redis_server: EmbeddedServer, call: Callabl
 
 
 @pytest.mark.parametrize("odd", [None, 5, b"x", "r1"])
-def test_lists_that_are_none_are_refused(client: Client, odd: Any) -> None:
+def test_values_that_are_not_lists_are_refused(client: Client, odd: Any) -> None:
     calls = [client.submit_many, client.requeue_dead_letters, client.purge_dead_letters]
     for call in calls if odd == "r1" else [*calls, lambda odd: list(client.events_many(odd))]:
         with pytest.raises(InvalidRequestError, match="must be a list"):
@@ -110,13 +114,13 @@ def test_lists_that_are_none_are_refused(client: Client, odd: Any) -> None:
 
 
 @pytest.mark.parametrize("odd", [5, b"redis://x", ["redis://x"], {}])
-def test_a_broker_that_is_no_url_is_refused(odd: Any) -> None:
+def test_a_broker_that_is_not_a_url_is_refused(odd: Any) -> None:
     with pytest.raises(SettingsError, match="broker must be a Redis URL"):
         Client(odd)
 
 
 @pytest.mark.parametrize("last_id", ["18446744073709551616-0", "0-18446744073709551616", "9" * 20 + "-1"])
-def test_an_entry_id_beyond_64_bits_is_refused_with_its_bound(client: Client, last_id: str) -> None:
+def test_an_entry_id_beyond_64_bits_is_refused_with_the_limit(client: Client, last_id: str) -> None:
     with pytest.raises(InvalidRequestError, match="at most 18446744073709551615"):
         next(client.stream("r", last_id=last_id))
 
@@ -124,13 +128,15 @@ def test_an_entry_id_beyond_64_bits_is_refused_with_its_bound(client: Client, la
 @pytest.mark.parametrize(
     "last_id", ["", "1", "1-", "-1", "1-2-3", "a-b", "$", ">", "+", "1-\u0663", "9" * 21 + "-0", " 1-0"]
 )
-def test_an_entry_id_of_another_form_is_refused(client: Client, last_id: str) -> None:
+def test_a_malformed_entry_id_is_refused(client: Client, last_id: str) -> None:
     with pytest.raises(InvalidRequestError, match="last_id must be an entry id such as 1-17"):
         next(client.stream("r", last_id=last_id))
 
 
 @pytest.mark.parametrize("beginning", [None, "0-0", "00-000"])
-def test_no_last_id_is_the_beginning(client: Client, redis_client: "redis.Redis", beginning: str | None) -> None:
+def test_without_last_id_a_stream_is_read_from_its_beginning(
+    client: Client, redis_client: "redis.Redis", beginning: str | None
+) -> None:
     writer = StreamWriter(redis_client, 60)
     writer.claim("r", "w")
     writer.publish([StreamWrite.chunk("r", 1, 1, index=0, token_ids=[5], text="a")])
@@ -141,7 +147,7 @@ def test_no_last_id_is_the_beginning(client: Client, redis_client: "redis.Redis"
     assert list(client.stream("r", last_id="18446744073709551615-18446744073709551615")) == []
 
 
-def test_what_is_left_out_counts_as_not_given(client: Client) -> None:
+def test_none_counts_as_not_given(client: Client) -> None:
     left_out = dict.fromkeys(
         ("priority", "expires", "tenant", "request_id", "model", "abandon_after", "idempotency_key")
     )
@@ -151,18 +157,18 @@ def test_what_is_left_out_counts_as_not_given(client: Client) -> None:
 @pytest.mark.parametrize(
     "moment", [datetime.min, datetime.max, datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)]
 )
-def test_a_deadline_far_away_is_refused(client: Client, moment: datetime) -> None:
+def test_a_deadline_too_far_from_now_is_refused(client: Client, moment: datetime) -> None:
     with pytest.raises(InvalidRequestError, match="expires must"):
         client.submit("x", expires=moment)
 
 
-def test_a_server_that_refuses_is_not_called_unavailable(client: Client, redis_client: "redis.Redis") -> None:
+def test_a_refusal_by_the_server_is_not_reported_as_unavailable(client: Client, redis_client: "redis.Redis") -> None:
     redis_client.set(DEAD_LETTERS_KEY, "x")
     with pytest.raises(QueueUnavailableError, match=r"refused .*WRONGTYPE"):
         client.dead_letters()
 
 
-def test_something_else_in_place_of_the_models_stops_no_client(client: Client, redis_client: "redis.Redis") -> None:
+def test_a_registry_key_of_another_type_stops_no_client(client: Client, redis_client: "redis.Redis") -> None:
     redis_client.set(MODELS_KEY, "x")
     assert client.models() == {}
     assert client.submit("x")

@@ -46,7 +46,7 @@ async def line_requests(settings: BrokerSettings, *waits: Any, **options: Any) -
     """Return the requests of one run. `waits` collects the calls of `on_waiting`."""
     told = waits[0] if waits else []
     redis = connect_async(settings.redis_url)
-    hub = StreamHub(redis, patience=math.inf)
+    hub = StreamHub(redis, max_outage_seconds=math.inf)
     options = {"secret": "s" * 32, "key": ApiKey("batch", best_priority=9), "pause": 0.01, **options}
     async with AsyncClient(settings) as client:
         try:

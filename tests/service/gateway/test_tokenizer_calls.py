@@ -13,7 +13,7 @@ from headrace_broker.connections import connect
 from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import tokenizer_calls_key
 from headrace_broker.registry import register_model
-from headrace_broker.tokenizer_calls import MOST_WAITING
+from headrace_broker.tokenizer_calls import MAX_WAITING_CALLS
 from service.gateway.conftest import RunningGateway
 from service.gateway.in_process import bearer, running_app, write_keys
 
@@ -121,7 +121,7 @@ async def test_the_tokenizer_of_a_model_without_workers_is_unavailable(redis_ser
         register_model(redis, "old", max_model_len=64, worker="w", seen=time.time())
         register_model(redis, "gone", max_model_len=64, worker="w", seen=time.time() - 900, tokenizer_calls=True)
         register_model(redis, "full", max_model_len=64, worker="w", seen=time.time(), tokenizer_calls=True)
-        redis.rpush(tokenizer_calls_key("full"), *range(MOST_WAITING))
+        redis.rpush(tokenizer_calls_key("full"), *range(MAX_WAITING_CALLS))
         async with running_app(redis_server.url) as (_, client):
             for model, status, code in (
                 ("old", 501, "unsupported"),

@@ -208,7 +208,7 @@ def test_a_worker_warns_at_each_connection_of_a_redis_that_may_evict_messages(se
     service.client.config_set("maxmemory-policy", "allkeys-lru")
     try:
         service.cut_connections(worker)
-        worker.wait_for_log("Redis has maxmemory-policy allkeys-lru: where memory gets short it drops messages")
+        worker.wait_for_log("Redis has maxmemory-policy allkeys-lru: when it runs out of memory it evicts messages")
     finally:
         service.client.config_set("maxmemory-policy", "noeviction")
 

@@ -1,4 +1,4 @@
-"""What a body may say, in JSON and in msgpack, and how a message of either protocol is opened."""
+"""Bodies in JSON and msgpack, and messages of both Celery protocols."""
 
 import base64
 import json
@@ -45,7 +45,7 @@ def body_of(opened: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     "content_type", ["application/x-python-serialize", "application/x-yaml", "text/plain", "application/data", None, 5]
 )
-def test_another_content_type_is_refused_with_those_that_are_accepted(content_type: Any) -> None:
+def test_another_content_type_is_refused_and_the_accepted_ones_named(content_type: Any) -> None:
     with pytest.raises(MalformedMessageError, match="application/json and application/x-msgpack"):
         loads(b"{}", content_type)
 
@@ -100,12 +100,12 @@ def test_a_json_result_can_be_read_by_a_strict_parser() -> None:
     assert text.isascii()
 
 
-def test_a_stored_result_is_read_whatever_its_content_type() -> None:
+def test_a_stored_result_of_either_content_type_is_read() -> None:
     meta = {"status": "SUCCESS", "result": {"text": "é"}}
     assert loads_stored(dumps_result(meta, JSON)) == loads_stored(dumps_result(meta, MSGPACK)) == meta
 
 
-def test_who_sent_what_is_not_accepted_is_answered_in_json() -> None:
+def test_a_message_of_another_content_type_is_answered_in_json() -> None:
     assert [answer_type(kind) for kind in (JSON, MSGPACK, "application/x-yaml", None, {})] == [
         JSON,
         MSGPACK,
@@ -143,7 +143,7 @@ def test_a_message_of_protocol_1_is_opened_as_one_of_protocol_2(content_type: st
     assert (letter.request_id, letter.content_type) == ("r1", content_type)
 
 
-def test_numbers_of_a_protocol_1_body_stay_what_they_are() -> None:
+def test_numbers_of_a_protocol_1_body_keep_their_values() -> None:
     body = {"task": "headrace.generate", "id": "r1", "kwargs": {"n": 10**30, "t": math.nan, "u": -math.inf}}
     [_, kwargs, _] = body_of(open_envelope(envelope(body)))
     assert kwargs["n"] == 10**30
@@ -161,25 +161,25 @@ def test_a_body_of_protocol_1_is_decoded_up_to_64_kib() -> None:
         open_envelope(raw((64 << 10) + 1))
 
 
-def test_a_body_that_is_no_valid_unicode_is_refused() -> None:
+def test_a_body_of_invalid_unicode_is_refused() -> None:
     with pytest.raises(MalformedMessageError, match="lone surrogates"):
         open_envelope(envelope(None, body="\ud800", headers={"id": "r"}, properties={"delivery_info": {}}))
 
 
 @pytest.mark.parametrize("body", [5, [], {"task": "t"}, {"id": "x"}, {"task": 5, "id": "x"}, {"task": "t", "id": ""}])
-def test_a_message_of_neither_protocol_is_left_as_it_is(body: Any) -> None:
+def test_a_message_of_neither_protocol_is_left_unchanged(body: Any) -> None:
     opened = open_envelope(envelope(body))
     assert opened["headers"] == {}
     assert body_of(opened) == body
 
 
 @pytest.mark.parametrize("body_encoding", [None, "utf-8"])
-def test_a_json_body_may_stand_in_the_envelope_as_text(body_encoding: str | None) -> None:
+def test_a_json_body_may_be_plain_text_in_the_envelope(body_encoding: str | None) -> None:
     text = json.dumps([[], {"prompt": "é"}, {}], ensure_ascii=False)
     properties = {"delivery_info": {}, "body_encoding": body_encoding}
     opened = open_envelope(envelope(None, headers={"task": "t", "id": "r"}, body=text, properties=properties))
     assert body_of(opened) == [[], {"prompt": "é"}, {}]
-    assert opened["properties"]["body_encoding"] is None  # kombu knows no other word for text
+    assert opened["properties"]["body_encoding"] is None  # kombu's only value for text
 
 
 @pytest.mark.parametrize(
@@ -195,9 +195,7 @@ def test_a_json_body_may_stand_in_the_envelope_as_text(body_encoding: str | None
         ({"body": 5}, "body"),
     ],
 )
-def test_an_envelope_that_no_worker_can_use_is_refused_by_the_name_of_the_field(
-    changes: dict[str, Any], word: str
-) -> None:
+def test_an_invalid_envelope_is_refused_and_its_field_named(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(MalformedMessageError, match=word):
         open_envelope(envelope([[], {}, {}], **{"headers": {"task": "t", "id": "r"}, **changes}))
 
@@ -213,13 +211,13 @@ def test_a_dead_letter_is_described_without_its_content() -> None:
 @pytest.mark.parametrize(
     "text", ["a secret", "Zanzibar", "text/a secret", ["application/json"], {"a": 1}, 5, "\ud800", "x" * 99]
 )
-def test_what_is_no_content_type_or_encoding_is_not_shown(text: object) -> None:
+def test_an_invalid_content_type_or_encoding_is_not_shown(text: object) -> None:
     assert (shown_type(text), shown_encoding(text)) == ("unreadable", "unreadable")
     with pytest.raises(MalformedMessageError, match="is unreadable;"):
         require_accepted(text)
 
 
-def test_content_types_and_encodings_are_shown() -> None:
+def test_valid_content_types_and_encodings_are_shown() -> None:
     assert [shown_type(kind) for kind in ("application/x-yaml", "text/plain", None)] == [
         "application/x-yaml",
         "text/plain",

@@ -1,4 +1,4 @@
-"""What a request message may hold, and how bad ones are refused."""
+"""Valid and invalid request messages."""
 
 from typing import Any
 
@@ -125,7 +125,7 @@ def test_numbers_and_arrays_of_numpy_are_sent_as_plain_ones() -> None:
 
 
 @given(HOSTILE)
-def test_whatever_a_stranger_sends_is_parsed_or_refused(kwargs: dict[str, Any]) -> None:
+def test_any_input_is_parsed_or_refused(kwargs: dict[str, Any]) -> None:
     try:
         request = GenerateRequest.parse(kwargs)
     except InvalidRequestError:
@@ -134,7 +134,7 @@ def test_whatever_a_stranger_sends_is_parsed_or_refused(kwargs: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("kwargs", [None, 7, "text", [], [("prompt", "x")]])
-def test_a_request_that_is_no_map_is_refused(kwargs: Any) -> None:
+def test_a_request_that_is_not_a_map_is_refused(kwargs: Any) -> None:
     assert "must be a map" in problems_of(kwargs)[0]
 
 
@@ -155,7 +155,7 @@ def test_all_problems_are_reported_at_once() -> None:
         ({"prompt": "a", "prompt_token_ids": [1]}, "not prompt and prompt_token_ids"),
     ],
 )
-def test_exactly_one_kind_of_prompt_is_demanded(kwargs: dict[str, Any], found: str) -> None:
+def test_exactly_one_kind_of_prompt_is_required(kwargs: dict[str, Any], found: str) -> None:
     assert found in problems_of(kwargs)[0]
 
 
@@ -173,8 +173,8 @@ def test_exactly_one_kind_of_prompt_is_demanded(kwargs: dict[str, Any], found: s
         ({"prompt_token_ids": "12"}, "must be a list"),
         ({"messages": {}}, "must be a list"),
         ({"messages": [{"role": "user"}]}, "content of message 0 must be a string or a list of text parts, not None"),
-        ({"messages": [{"role": "user", "content": "x", "nmae": "y"}]}, "the one at position 0 holds 'nmae'"),
-        ({"messages": [7]}, "the one at position 0 is 7"),
+        ({"messages": [{"role": "user", "content": "x", "nmae": "y"}]}, "message 0 has the unknown key 'nmae'"),
+        ({"messages": [7]}, "not 7 at position 0"),
         ({"messages": [{"role": "user", "content": {"a": 1}}]}, "content of message 0 must be a string or a list"),
         ({"messages": [{"role": "user", "content": [7]}]}, "part 0 of message 0 must be text"),
         (
@@ -206,7 +206,7 @@ def test_exactly_one_kind_of_prompt_is_demanded(kwargs: dict[str, Any], found: s
         ),
         ({"messages": CHAT_OF_ONE, "tools": "grind"}, "tools must be a list of maps, not str of length 5"),
         ({"messages": CHAT_OF_ONE, "tools": [{}] * 1025}, "tools must hold at most 1024 tools, not 1025"),
-        ({"messages": CHAT_OF_ONE, "tools": [{"a": {1: 2}}]}, "tools must hold maps with texts as keys only"),
+        ({"messages": CHAT_OF_ONE, "tools": [{"a": {1: 2}}]}, "tools must hold only maps with string keys"),
         ({"messages": CHAT_OF_ONE, "tools": [{"a": "\ud800"}]}, "tools must hold valid Unicode text"),
         ({"messages": CHAT_OF_ONE, "tools": [{"a": "x" * MAX_TEXT_BYTES}]}, "the text of all messages must be at most"),
         ({"messages": CHAT_OF_ONE, "chat_template_kwargs": [1]}, "chat_template_kwargs must be a map, not list"),
@@ -215,21 +215,21 @@ def test_exactly_one_kind_of_prompt_is_demanded(kwargs: dict[str, Any], found: s
             "chat_template_kwargs must be nested at most",
         ),
         ({"messages": CHAT_OF_ONE, "add_generation_prompt": 1}, "add_generation_prompt must be true or false, not 1"),
-        ({"messages": CHAT_OF_ONE, "continue_final_message": True}, "add_generation_prompt must be false where"),
+        ({"messages": CHAT_OF_ONE, "continue_final_message": True}, "add_generation_prompt must be false when"),
         ({"messages": CHAT_OF_ONE, "chat_template": "{{ x }}"}, "chat_template cannot be sent"),
-        ({"prompt": "x", "tools": [{}]}, "tools goes with messages only"),
+        ({"prompt": "x", "tools": [{}]}, "tools can only be given with messages"),
         ({"messages": [{"role": "", "content": "x"}]}, "role of message 0"),
         ({"messages": [{"role": "user", "content": "x"}] * (MAX_MESSAGES + 1)}, "chat messages"),
         ({"messages": [{"role": "user", "content": "x" * (MAX_TEXT_BYTES // 2 + 1)}] * 2}, "text of all messages"),
         ({"prompt": "x", "sampling_params": [1]}, "sampling_params must be a map, not list"),
     ],
 )
-def test_a_prompt_outside_the_contract_is_refused_with_its_limit(kwargs: dict[str, Any], complaint: str) -> None:
+def test_an_invalid_prompt_is_refused_with_its_limit(kwargs: dict[str, Any], complaint: str) -> None:
     assert any(complaint in problem for problem in problems_of(kwargs))
 
 
 @pytest.mark.parametrize("name", ["sql", "a.b-c_d", "7", "x" * 128, "a..b"])
-def test_an_adapter_is_asked_for_by_its_name(name: str) -> None:
+def test_an_adapter_is_requested_by_name(name: str) -> None:
     request = GenerateRequest.parse({"prompt": "x", "lora": name})
     assert request.lora == name
     assert GenerateRequest.parse(request.to_kwargs()) == request
@@ -240,7 +240,7 @@ def test_an_adapter_is_asked_for_by_its_name(name: str) -> None:
     ["", ".", "..", "../x", "/x", "a/b", "a\\b", ".hidden", "-x", "x" * 129, "a b", "a\n", "a\0", "é", 5, ["a"], b"a"],
     ids=repr,
 )
-def test_nothing_that_could_be_a_path_names_an_adapter(name: Any) -> None:
+def test_a_path_is_not_an_adapter_name(name: Any) -> None:
     assert any("lora must be 1 to 128 of the characters" in problem for problem in problems_of({"lora": name}))
 
 

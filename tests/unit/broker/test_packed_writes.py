@@ -1,7 +1,7 @@
 from headrace_broker.streams import StreamWrite, pack_writes, unpack_writes
 
 
-def test_what_was_packed_to_be_kept_is_written_again_as_it_was() -> None:
+def test_unpacked_writes_equal_the_packed_ones() -> None:
     writes = [
         StreamWrite.chunk("r1", 12, 7, index=1, token_ids=[1, 70000], text="é\U0001f600", finish_reason="stop"),
         StreamWrite.end("r2", 1, 0, finish_reason="cancelled"),

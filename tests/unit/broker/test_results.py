@@ -65,30 +65,30 @@ def test_a_chunk_survives_the_wire(attempt: int, offset: int, output: Completion
     )
 
 
-def test_the_end_of_a_stream_lies_one_above_its_tokens() -> None:
+def test_the_id_of_an_end_entry_is_one_above_the_token_count() -> None:
     write = StreamWrite.end("r", 2, 30, finish_reason="error", error=ErrorInfo("engine_error", "it broke"))
     assert write.entry_id == "2-31"
     event = read_entry(b"2-31", {b"type": b"end", b"data": write.data})
     assert event == EndEvent("2-31", 2, 30, "error", None, ErrorInfo("engine_error", "it broke"))
 
 
-def test_what_cannot_be_packed_leaves_nothing_in_the_next_entry() -> None:
+def test_a_packing_error_leaves_no_bytes_in_the_next_entry() -> None:
     with pytest.raises(UnicodeEncodeError):
         pack({"text": "half of it, then \ud800"})
     assert msgpack.unpackb(pack({"text": "whole"})) == {"text": "whole"}
 
 
-def test_a_start_names_its_worker() -> None:
+def test_a_start_entry_names_its_worker() -> None:
     assert read_entry(b"3-0", {b"type": b"start", b"data": pack({"worker": "w"})}) == StartEvent("3-0", 3, "w")
 
 
 @pytest.mark.parametrize(("data", "draws"), [({"draws": "vllm-0.32-v2"}, "vllm-0.32-v2"), ({"draws": ["x"]}, None)])
-def test_a_start_names_the_draws_where_they_are_a_name(data: dict[str, object], draws: str | None) -> None:
+def test_a_start_entry_names_the_draws_only_if_they_are_a_string(data: dict[str, object], draws: str | None) -> None:
     entry = read_entry(b"3-0", {b"type": b"start", b"data": pack({"worker": "w", **data})})
     assert entry == StartEvent("3-0", 3, "w", draws=draws)
 
 
-def test_a_chunk_without_a_token_was_drawn_by_nobody() -> None:
+def test_a_chunk_without_tokens_adds_no_draws() -> None:
     empty = ChunkEvent("2-1", 2, 1, 0, [], "the end of a text")
     entries = [StartEvent("1-0", 1, "w", draws="a"), ChunkEvent("1-1", 1, 1, 0, [7], "x")]
     assert draws_of([*entries, StartEvent("2-0", 2, "w", draws="b"), empty]) == {"a"}
@@ -109,7 +109,7 @@ def test_a_chunk_without_a_token_was_drawn_by_nobody() -> None:
         (b"1-1", {b"type": b"poem", b"data": pack({})}),
     ],
 )
-def test_an_entry_that_breaks_the_contract_is_named(entry_id: bytes, fields: dict[bytes, bytes]) -> None:
+def test_a_malformed_entry_is_named(entry_id: bytes, fields: dict[bytes, bytes]) -> None:
     with pytest.raises(MalformedEntryError):
         read_entry(entry_id, fields)
 
@@ -124,7 +124,7 @@ def test_an_entry_that_breaks_the_contract_is_named(entry_id: bytes, fields: dic
         {"request_id": "r", "outputs": [], "usage": None, "error": {"code": 1}},
     ],
 )
-def test_a_result_that_breaks_the_contract_is_named(wire: dict[str, Any]) -> None:
+def test_a_malformed_result_is_named(wire: dict[str, Any]) -> None:
     with pytest.raises(MalformedEntryError, match="on the wire"):
         GenerateResult.from_wire(wire)
 
@@ -133,7 +133,7 @@ E_ACUTE = [Logprob(5, -0.5, 1, "", b"\xc3"), Logprob(6, -1.0, 2, "e")]
 """A token that ends inside a character, and another one."""
 
 
-def test_bytes_that_are_no_text_stand_beside_the_candidates() -> None:
+def test_bytes_that_are_not_text_are_sent_beside_the_candidates() -> None:
     logprobs, prompt_logprobs = [E_ACUTE, [Logprob(7, -0.1, 1, "x")]], [None, E_ACUTE]
     output = CompletionOutput(0, "x", [5, 7], logprobs)
     wire = msgpack.unpackb(msgpack.packb(GenerateResult("r", [output], prompt_logprobs=prompt_logprobs).to_wire()))
@@ -160,7 +160,7 @@ def test_a_chunk_has_the_bytes_of_its_candidates_too() -> None:
     assert [candidate.bytes for candidate in event.prompt_logprobs[1] or ()] == [b"\xc3", b"e"]
 
 
-def test_where_all_bytes_are_those_of_the_texts_none_are_sent() -> None:
+def test_no_bytes_are_sent_if_all_equal_their_texts() -> None:
     logprobs = [[Logprob(7, -0.1, 1, "é")], [Logprob(8, -0.1, 1, None)]]
     write = StreamWrite.chunk("r", 1, 2, index=0, token_ids=[7, 8], text="é", logprobs=logprobs)
     assert "logprob_bytes" not in unpack(write.data)
@@ -171,7 +171,7 @@ def test_where_all_bytes_are_those_of_the_texts_none_are_sent() -> None:
 
 
 @pytest.mark.parametrize("own_bytes", [[], [[[0xC3]], None, None], [[[300]]], [[5]], [["x"]], 7])
-def test_bytes_that_do_not_fit_their_candidates_break_the_contract(own_bytes: Any) -> None:
+def test_bytes_that_do_not_match_their_candidates_are_refused(own_bytes: Any) -> None:
     data = {"index": 0, "token_ids": [5], "text": "", "logprobs": [[[5, -0.5, 1, ""], [6, -1.0, 2, "e"]]]}
     with pytest.raises(MalformedEntryError):
         read_entry(b"1-1", {b"type": b"chunk", b"data": pack(data | {"logprob_bytes": own_bytes or [[1, 2, 3]]})})

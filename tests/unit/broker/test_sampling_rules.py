@@ -132,7 +132,7 @@ REFUSED: dict[str, list[Any]] = {
 }
 
 
-def test_every_parameter_is_tried_at_its_edges() -> None:
+def test_every_parameter_is_tested_at_its_limits() -> None:
     assert ACCEPTED.keys() == REFUSED.keys() == SAMPLING_RULES.keys()
 
 
@@ -170,7 +170,7 @@ def test_stop_strings_need_text() -> None:
     ]
 
 
-def test_what_is_sent_has_no_nulls_and_text_for_keys() -> None:
+def test_sent_parameters_have_no_nulls_and_only_string_keys() -> None:
     sent = as_sent({"logit_bias": {5: 1.5, "6": -2}, "seed": None, "top_k": 3})
     assert sent == {"logit_bias": {"5": 1.5, "6": -2}, "top_k": 3}
     assert sampling_problems(sent) == []

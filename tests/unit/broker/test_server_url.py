@@ -1,4 +1,4 @@
-"""`ServerUrl`: every form of the queue's address, in one spelling, and what is refused at the door."""
+"""`ServerUrl`: every form of the queue's address, its normalised spelling, and invalid URLs."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from headrace_broker.settings import BrokerSettings
         ("sentinels://a?master=m", "sentinels://a/0?master=m&ssl_cert_reqs=required"),
     ],
 )
-def test_every_form_has_one_spelling_which_is_understood_again(given: str, understood: str) -> None:
+def test_every_form_is_normalised_to_a_url_that_parses_again(given: str, understood: str) -> None:
     assert ServerUrl.parse(given).text == understood
     assert ServerUrl.parse(understood).text == understood
 
@@ -39,7 +39,7 @@ def test_sentinels_are_listed_with_commas() -> None:
     assert server.connection_options == {"db": 4, "username": "user", "password": "p@ss"}
 
 
-def test_over_tls_the_sentinels_are_asked_over_tls_too(tmp_path: Path) -> None:
+def test_with_tls_the_sentinels_use_tls_too(tmp_path: Path) -> None:
     ca = tmp_path / "ca.pem"
     ca.touch()
     server = ServerUrl.parse(f"sentinels://a/0?master=m&ssl_ca_certs={ca}&ssl_check_hostname=False")
@@ -53,18 +53,18 @@ def test_over_tls_the_sentinels_are_asked_over_tls_too(tmp_path: Path) -> None:
     [
         ("http://queue", "must look like"),
         ("redis://queue/one", "by a number, not by 'one'"),
-        ("redis://queue:99999/0", "a host or a port"),
-        ("redis://queue:port/0", "a host or a port"),
-        ("redis://[::1/0", "a host or a port"),
+        ("redis://queue:99999/0", "an invalid host or port"),
+        ("redis://queue:port/0", "an invalid host or port"),
+        ("redis://[::1/0", "an invalid host or port"),
         ("redis://queue/1?db=2", "two databases"),
         ("redis://queue/0?ssl_ca_certs=/ca.pem", "ssl_ca_certs, which need TLS"),
-        ("rediss://queue/0?ssl_ca_cert=/ca.pem", "unknown options: ssl_ca_cert;"),
-        ("rediss://queue/0?ssl_ca_certs=/nowhere/ca.pem", "ssl_ca_certs must be a file.* '/nowhere/ca.pem'"),
-        ("rediss://queue/0?ssl_certfile=/nowhere/c.pem", "ssl_certfile must be a file"),
+        ("rediss://queue/0?ssl_ca_cert=/ca.pem", "unknown TLS options ssl_ca_cert;"),
+        ("rediss://queue/0?ssl_ca_certs=/nowhere/ca.pem", "ssl_ca_certs must name an existing file.*ca.pem'"),
+        ("rediss://queue/0?ssl_certfile=/nowhere/c.pem", "ssl_certfile must name an existing file"),
         ("rediss://queue/0?ssl_cert_reqs=maybe", "ssl_cert_reqs must be required, optional or none, not 'maybe'"),
         ("rediss://queue/0?ssl_check_hostname=perhaps", "must be true or false"),
-        ("unix://run/redis.sock", "by a whole path"),
-        ("unix://", "by a whole path"),
+        ("unix://run/redis.sock", "by an absolute path"),
+        ("unix://", "by an absolute path"),
         ("unix:///run/redis.sock?db=x", "by a number"),
         ("sentinel://a:1,b:2/0", "must name the master"),
         ("sentinel://a:1,/0?master=m", "host:port,host:port, not ''"),
@@ -75,7 +75,7 @@ def test_over_tls_the_sentinels_are_asked_over_tls_too(tmp_path: Path) -> None:
         ("sentinel:///0?master=m", "must look like"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(url: str, complaint: str) -> None:
+def test_an_invalid_url_is_refused_with_the_reason(url: str, complaint: str) -> None:
     with pytest.raises(SettingsError, match=complaint):
         ServerUrl.parse(url)
 
@@ -89,9 +89,9 @@ def test_what_cannot_work_is_refused_with_the_reason(url: str, complaint: str) -
         ("unix:///run/redis.sock?password=hunter2", "as an option"),
         ("sentinel://a:1/0?master=m&password=hunter2", "as an option"),
         ("redis://u:7#hunter2@queue/0", "a # or a / in its password.* %23"),
-        ("redis://u:hunter2#x@queue/0", "a host or a port that cannot be one; in a password"),
+        ("redis://u:hunter2#x@queue/0", "an invalid host or port; in a password"),
         ("redis://u:7/hunter2@queue/0", "a # or a / in its password.* %2F"),
-        ("redis://u:hunter2/x@queue/0", "a host or a port that cannot be one"),
+        ("redis://u:hunter2/x@queue/0", "an invalid host or port"),
         ("redis://u:7?hunter2=x@queue/0", "unknown options; known"),
         ("redis://u:7?Hunter2=&x=@queue/0", "unknown options"),
         ("sentinel://u:hunter2/x@a:1/0?master=m", "a # or a / in its password"),
@@ -104,7 +104,7 @@ def test_a_password_in_a_wrong_place_is_refused_and_not_shown(url: str, complain
     assert error.value.__cause__ is None
 
 
-def test_a_password_of_any_characters_is_read_where_it_is_encoded() -> None:
+def test_an_encoded_password_may_have_any_characters() -> None:
     assert ServerUrl.parse("redis://u:%40%3A%2F%3F%23%25@queue/0").password == "@:/?#%"
 
 

@@ -1,4 +1,4 @@
-"""Settings come from arguments or the environment, and refuse what could not work."""
+"""Settings from arguments and the environment, and invalid values."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_the_environment_is_read() -> None:
 
 
 @pytest.mark.parametrize(("text", "value"), [("True", True), ("1", True), ("off", False), ("0", False)])
-def test_a_switch_is_read_from_a_word(text: str, value: bool) -> None:
+def test_a_boolean_is_read_from_a_word(text: str, value: bool) -> None:
     assert BrokerSettings.from_env({"HEADRACE_PREFIX_AFFINITY": text}).prefix_affinity is value
 
 
@@ -56,7 +56,7 @@ def test_weights_of_tenants_are_read_from_one_line() -> None:
         ({"HEADRACE_REDIS_URL": "redis://queue/zero"}, "by a number, not by 'zero'"),
     ],
 )
-def test_a_setting_that_cannot_work_is_refused(environ: dict[str, str], complaint: str) -> None:
+def test_an_invalid_setting_is_refused(environ: dict[str, str], complaint: str) -> None:
     with pytest.raises(SettingsError, match=complaint):
         BrokerSettings.from_env(environ)
 

@@ -1,4 +1,4 @@
-"""Streams that are joined and left while a read of others is on its way."""
+"""Streams that are added and removed while a read of other streams is in progress."""
 
 from unittest.mock import Mock
 
@@ -16,7 +16,7 @@ def reply(*offsets: int) -> list[object]:
     return [[[b"headrace:stream:a", [entry(offset) for offset in offsets]]]]
 
 
-def test_what_was_read_for_one_reader_is_not_given_to_one_that_came_meanwhile() -> None:
+def test_a_reply_for_a_removed_reader_is_not_given_to_its_replacement() -> None:
     readers = Readers({"a": "1-50"}, None)
     readers.commands()
     readers.remove("a")
@@ -26,7 +26,7 @@ def test_what_was_read_for_one_reader_is_not_given_to_one_that_came_meanwhile() 
     assert [event.entry_id for _, event in readers.received(reply(1, 2))] == ["1-1", "1-2"]
 
 
-def test_a_stream_that_is_left_while_it_is_read_brings_nothing_more() -> None:
+def test_a_stream_removed_during_a_read_yields_no_events() -> None:
     readers = Readers({"a": "0-0", "b": "0-0"}, None)
     readers.commands()
     readers.remove("a")
@@ -35,42 +35,44 @@ def test_a_stream_that_is_left_while_it_is_read_brings_nothing_more() -> None:
 
 
 def begin(readers: Readers, request_id: str, abandon_after: float | None) -> None:
-    """The reader reads a start, and all that is asked then is answered."""
+    """Give the reader a start entry, and note its heartbeats and checks as sent."""
     data = msgpack.packb({"worker": "w", "abandon_after": abandon_after})
     readers.commands()
     list(
         readers.received([[[f"headrace:stream:{request_id}".encode(), [[b"1-0", [b"type", b"start", b"data", data]]]]]])
     )
-    asked(readers)
+    checked_keys(readers)
 
 
-def asked(readers: Readers) -> list[str]:
-    """Keys of the questions, and of the touches before them."""
+def checked_keys(readers: Readers) -> list[str]:
+    """Return the keys of the heartbeats and the checks."""
     pipe = Mock()
-    if readers.has_questions():
-        readers.ask(pipe)
+    if readers.needs_checks():
+        readers.add_checks(pipe)
     return [call.args[0] for call in pipe.method_calls]
 
 
-def test_whoever_joins_silent_streams_makes_nobody_look_at_them() -> None:
+def test_adding_a_stream_checks_no_other_silent_stream() -> None:
     readers = Readers({"a": "0-0", "b": "0-0"}, None)
     begin(readers, "a", None)
     begin(readers, "b", None)
     readers.add("c", "0-0")
     readers.commands()
     assert list(readers.received([None])) == []
-    assert asked(readers) == ["headrace:ended:c", "headrace:stream:c", "headrace:listener:c"]
+    assert checked_keys(readers) == ["headrace:ended:c", "headrace:stream:c", "headrace:listener:c"]
     readers.commands()
     assert list(readers.received([None])) == []
-    assert {key.rpartition(":")[2] for key in asked(readers)} == {"a", "b", "c"}, "all were silent for a whole wait"
+    assert {key.rpartition(":")[2] for key in checked_keys(readers)} == {"a", "b", "c"}, (
+        "all were silent for a whole wait"
+    )
 
 
-def test_a_stream_that_begins_has_only_its_own_listener_touched() -> None:
+def test_a_start_entry_sends_a_heartbeat_for_its_own_stream_only() -> None:
     readers = Readers({"a": "0-0", "b": "0-0"}, None)
     begin(readers, "a", 30.0)
     readers.add("c", "0-0")
     data = msgpack.packb({"worker": "w", "abandon_after": 30.0})
     readers.commands()
     list(readers.received([[[b"headrace:stream:c", [[b"1-0", [b"type", b"start", b"data", data]]]]]]))
-    assert [key for key in asked(readers) if "listener" in key][:1] == ["headrace:listener:c"]
-    assert "headrace:listener:a" not in asked(readers)
+    assert [key for key in checked_keys(readers) if "listener" in key][:1] == ["headrace:listener:c"]
+    assert "headrace:listener:a" not in checked_keys(readers)

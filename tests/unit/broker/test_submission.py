@@ -1,4 +1,4 @@
-"""What a client checks before it sends, and how it reads what it gets."""
+"""The checks of a client before it submits, and its decoding of replies."""
 
 import uuid
 from datetime import UTC, datetime
@@ -35,12 +35,12 @@ def problems_of(**options: Any) -> tuple[str, ...]:
     return refusal.value.problems
 
 
-def test_a_submission_carries_what_the_queue_acts_on() -> None:
+def test_a_submission_has_the_headers_that_the_queue_uses() -> None:
     submission = prepared(priority=9, tenant="t", idempotency_key="k", request_id="r", expires=60, abandon_after=30)
     assert (submission.model, submission.request_id, submission.priority) == ("m", "r", 9)
     prefix = submission.headers["prefix"]
-    acted_on = {"prefix": prefix, "tenant": "t", "idempotency_key": "k", "abandon_after": 30}
-    assert submission.headers == {"enqueued_at": NOW, **acted_on}
+    used_headers = {"prefix": prefix, "tenant": "t", "idempotency_key": "k", "abandon_after": 30}
+    assert submission.headers == {"enqueued_at": NOW, **used_headers}
     assert submission.expires == datetime.fromtimestamp(NOW + 60, UTC)
 
 
@@ -61,16 +61,16 @@ def test_a_request_id_may_be_a_number_or_a_uuid(given: Any, text: str) -> None:
 @pytest.mark.parametrize(
     "given", ["", True, 1.5, b"a", ["a"], 10**5000, "\ud800"], ids=lambda given: type(given).__name__
 )
-def test_what_cannot_be_a_request_id_is_refused(given: Any) -> None:
+def test_an_invalid_request_id_is_refused(given: Any) -> None:
     assert "request_id must be 1 to 128 of the characters" in problems_of(request_id=given)[0]
 
 
 @pytest.mark.parametrize("given", ["", 0, True, b"m", ["m"], 10**5000], ids=lambda _: "")
-def test_what_names_no_model_is_refused(given: Any) -> None:
+def test_an_invalid_model_name_is_refused(given: Any) -> None:
     assert "model must be a printable string" in "".join(problems_of(model=given))
 
 
-def test_what_begins_alike_does_so_in_parts_and_with_the_same_tools() -> None:
+def test_content_in_parts_has_the_same_prefix_and_other_tools_another() -> None:
     whole = prepared(**chat("Be brief.", "hi"))
     parts: Any = [{"role": "system", "content": ["Be brief."]}, {"role": "user", "content": "ho"}]
     in_parts = prepared(prompt=None, messages=parts)
@@ -97,7 +97,7 @@ def chat(*contents: str) -> dict[str, Any]:
         ({"prompt": None, "prompt_token_ids": [1]}, {"prompt": None, "prompt_token_ids": [2]}, False),
     ],
 )
-def test_requests_that_begin_alike_have_one_prefix_which_shows_no_text(
+def test_prompts_with_the_same_beginning_have_the_same_prefix_hash(
     one: dict[str, Any], other: dict[str, Any], same: bool
 ) -> None:
     first, second = (prepared(**options).headers["prefix"] for options in (one, other))
@@ -106,7 +106,7 @@ def test_requests_that_begin_alike_have_one_prefix_which_shows_no_text(
     assert int(first, 16) >= 0
 
 
-def test_a_deadline_may_be_a_moment() -> None:
+def test_a_deadline_may_be_a_datetime() -> None:
     moment = datetime.fromtimestamp(NOW + 5, UTC)
     assert prepared(expires=moment).expires == moment
 
@@ -155,7 +155,7 @@ def test_many_requests_are_refused_together_with_their_positions() -> None:
     assert [submission.model for submission in prepare_all(many[:1], default_model="m")] == ["m"]
 
 
-def test_a_cancellation_counts_whoever_made_it() -> None:
+def test_an_earlier_cancellation_counts_too() -> None:
     assert was_cancelled(None)
     assert was_cancelled(cancel_call("r", 60)["args"][0])
     assert not was_cancelled(pack({"finish_reason": "stop"}))
@@ -180,7 +180,7 @@ def test_a_stored_result_is_read() -> None:
     assert read_result("r", stored("STARTED", None)) is None
 
 
-def test_a_result_with_an_error_is_raised_with_what_there_is() -> None:
+def test_a_result_with_an_error_is_raised_with_its_partial_output() -> None:
     partial = GenerateResult("r", RESULT.outputs, None, ErrorInfo("cancelled", "the client cancelled the request"))
     with pytest.raises(RequestFailedError) as failure:
         read_result("r", stored("SUCCESS", partial.to_wire()))
@@ -202,6 +202,6 @@ def test_celerys_own_failures_get_a_code(status: str, result: Any, code: str) ->
     assert failure.value.code == code
 
 
-def test_a_result_of_another_shape_is_named() -> None:
+def test_a_malformed_result_is_named() -> None:
     with pytest.raises(MalformedEntryError):
         read_result("r", stored("SUCCESS", 5))

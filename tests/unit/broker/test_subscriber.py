@@ -29,12 +29,12 @@ def as_sent(entry: Entry) -> list[Any]:
 
 
 class ScriptedServer:
-    """Answers each XREAD with the next batch; remembers what it was asked."""
+    """Answers each XREAD with the next batch and records the command."""
 
     def __init__(self, batches: list[list[Entry]], newest: list[Entry], *, ended: bool = False) -> None:
         self.ended = ended
         self.listener: bytes | None = None
-        self.touches = 0
+        self.heartbeats = 0
         self.batches = batches
         self.newest = newest
         self.asked: list[tuple[str, int | None]] = []
@@ -63,7 +63,7 @@ class ScriptedServer:
 
     def expire(self, key: str, seconds: int) -> None:
         assert key == "headrace:listener:r"
-        self.touches += 1
+        self.heartbeats += 1
         self.replies.append(1)
 
     def execute(self) -> list[Any]:
@@ -74,7 +74,7 @@ def read(server: ScriptedServer, **options: Any) -> list[StreamEvent]:
     return list(read_stream(server, "r", **options))  # type: ignore[arg-type]
 
 
-def test_each_read_goes_on_where_the_last_one_ended() -> None:
+def test_each_read_continues_where_the_last_one_ended() -> None:
     server = ScriptedServer([[chunk(1, 1), chunk(1, 2)], [], [chunk(2, 3)], [end(2, 4)]], [chunk(1, 2)])
     events = read(server)
     assert [event.entry_id for event in events] == ["1-1", "1-2", "2-3", "2-4"]
@@ -88,7 +88,7 @@ def test_nothing_is_read_after_the_end() -> None:
 
 
 @pytest.mark.parametrize("last_id", ["0-0", "1-1"])
-def test_whoever_comes_looks_before_waiting(last_id: str) -> None:
+def test_a_subscriber_checks_the_stream_before_it_waits(last_id: str) -> None:
     server = ScriptedServer([[], [end(1, 2)]], [chunk(1, 1)])
     read(server, last_id=last_id)
     assert [block is None for _, block in server.asked] == [True, False]
@@ -98,33 +98,33 @@ def test_resuming_after_the_end_yields_nothing_more() -> None:
     assert read(ScriptedServer([[]], [end(1, 2)]), last_id="1-2") == []
 
 
-def test_an_end_that_arrives_just_after_an_empty_read_is_not_swallowed() -> None:
+def test_an_end_that_arrives_just_after_an_empty_read_is_not_lost() -> None:
     server = ScriptedServer([[], [end(1, 2)]], [end(1, 2)])
     assert [event.entry_id for event in read(server, last_id="1-1")] == ["1-2"]
 
 
-def test_a_stream_that_vanished_is_not_waited_for() -> None:
+def test_a_deleted_stream_raises() -> None:
     with pytest.raises(StreamExpiredError, match="the last entry read was 1-1"):
         read(ScriptedServer([[chunk(1, 1)], []], []))
     with pytest.raises(StreamExpiredError):
         read(ScriptedServer([[]], []), last_id="1-1")
 
 
-def test_a_stream_that_has_expired_is_not_waited_for() -> None:
+def test_an_expired_stream_raises() -> None:
     with pytest.raises(StreamExpiredError, match="the last entry read was 0-0"):
         read(ScriptedServer([[]], [], ended=True))
 
 
-def test_a_stream_that_nobody_began_is_waited_for() -> None:
+def test_a_subscriber_waits_for_a_stream_that_has_not_begun() -> None:
     assert len(read(ScriptedServer([[], [], [end(1, 1)]], []))) == 1
 
 
-def test_silence_ends_after_the_timeout() -> None:
+def test_a_silent_stream_times_out() -> None:
     with pytest.raises(ResultTimeoutError, match="no stream entry within 0 s"):
         read(ScriptedServer([[], []], []), timeout=0)
 
 
-def test_a_single_wait_is_never_longer_than_what_is_left() -> None:
+def test_a_single_wait_is_never_longer_than_the_time_left() -> None:
     server = ScriptedServer([[], [end(1, 1)]], [])
     read(server, timeout=4.5)  # a little less than a wait is without it
     _, wait = (block for _, block in server.asked)
@@ -133,7 +133,7 @@ def test_a_single_wait_is_never_longer_than_what_is_left() -> None:
 
 
 @pytest.mark.parametrize("last_id", ["", "1", "1-", "$", "1-1-1", "-1-0"])
-def test_a_position_that_is_no_entry_id_is_refused(last_id: str) -> None:
+def test_a_last_id_that_is_not_an_entry_id_is_refused(last_id: str) -> None:
     with pytest.raises(InvalidRequestError, match="last_id"):
         read(ScriptedServer([], []), last_id=last_id)
 
@@ -143,35 +143,35 @@ def start(abandon_after: float | None) -> Entry:
     return b"1-0", {b"type": b"start", b"data": pack(data)}
 
 
-def test_a_request_that_wants_listeners_is_touched_and_no_wait_is_longer_than_a_third_of_its_patience() -> None:
+def test_heartbeats_are_sent_and_no_wait_exceeds_a_third_of_abandon_after() -> None:
     server = ScriptedServer([[start(6)], [chunk(1, 1)], [end(1, 2)]], [])
     read(server)
-    assert server.touches == 1  # no third has passed since
+    assert server.heartbeats == 1  # a third of abandon_after has not passed since
     *_, wait = (block for _, block in server.asked)
     assert wait is not None
     assert wait <= 2000
 
 
-def test_one_that_comes_before_the_worker_or_resumes_learns_of_it_from_the_key() -> None:
+def test_abandon_after_is_read_from_the_key_before_a_start_and_on_resuming() -> None:
     for last_id in ("0-0", "1-1"):
         server = ScriptedServer([[], [chunk(1, 2)], [end(1, 3)]], [chunk(1, 1)])
         server.listener = b"30"
         read(server, last_id=last_id)
-        assert server.touches == 1
+        assert server.heartbeats == 1
     busy = ScriptedServer([[chunk(1, 2)], [chunk(1, 3)], [end(1, 4)]], [chunk(1, 2)])
     busy.listener = b"30.0"
     read(busy, last_id="1-1")
-    assert busy.touches == 1
+    assert busy.heartbeats == 1
 
 
-def test_a_request_that_wants_no_listeners_is_never_touched() -> None:
+def test_a_request_without_abandon_after_gets_no_heartbeats() -> None:
     server = ScriptedServer([[], [start(None)], [chunk(1, 1)], [end(1, 2)]], [])
     read(server)
-    assert server.touches == 0
+    assert server.heartbeats == 0
 
 
 class ManyStreams:
-    """The readers of streams a, b and c, and a server's replies to what they ask."""
+    """The readers of streams a, b and c, and a server's replies to their commands."""
 
     def __init__(self) -> None:
         self.readers = Readers(dict.fromkeys("abc", "0-0"), None)
@@ -182,30 +182,30 @@ class ManyStreams:
             [[f"headrace:stream:{name}".encode(), list(map(as_sent, entries))] for name, entries in reply.items()]
             for reply in replies
         ]
-        self.readers.commands()  # what comes is the answer to it
+        self.readers.commands()  # the replies answer these commands
         return [(request_id, event.entry_id) for request_id, event in self.readers.received(flat)]
 
     def asks(self) -> list[bool]:
-        """Of each command that is sent together with the others, whether it waits."""
+        """Return for each command that is sent together whether it blocks."""
         return [b"BLOCK" in command for command in self.readers.commands()]
 
 
-def test_where_a_server_wakes_for_one_stream_of_many_the_others_are_read_at_once() -> None:
+def test_if_the_server_wakes_for_one_stream_the_others_are_read_at_once() -> None:
     streams = ManyStreams()
     assert streams.asks() == [True]
     streams.receive({"b": [chunk(1, 1)]})
-    assert streams.asks() == [True]  # perhaps b alone had something
+    assert streams.asks() == [True]  # perhaps only b had entries
     streams.receive({"a": [chunk(1, 1)], "c": [chunk(1, 1)]})
     assert streams.asks() == [True, False]
     step = {"a": [chunk(1, 2)], "b": [chunk(1, 2)], "c": [chunk(1, 2), end(1, 3)]}
     assert streams.receive({"c": step["c"][:1]}, step) == [("c", "1-2"), ("a", "1-2"), ("b", "1-2"), ("c", "1-3")]
     assert streams.asks() == [True, False]
     assert streams.receive({"a": [end(1, 3)]}, {"a": [end(1, 3)], "b": [chunk(1, 3)]}) == [("a", "1-3"), ("b", "1-3")]
-    assert streams.asks() == [True]  # one is left
+    assert streams.asks() == [True]  # one stream is left
 
 
 @pytest.mark.parametrize("first", ["alone", "with others", "nothing"])
-def test_it_is_read_once_again_as_soon_as_the_second_read_brings_nothing_more(first: str) -> None:
+def test_one_command_is_enough_when_the_second_read_returns_nothing_more(first: str) -> None:
     streams = ManyStreams()
     streams.receive({"b": [chunk(1, 1)]})
     streams.receive({"a": [chunk(1, 1)], "c": [chunk(1, 1)]})

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace_broker import AsyncClient, BrokerSettings
 from headrace_broker.connections import connect_async
 from headrace_broker.stream_hub import StreamHub
-from headrace_broker.tokenizer_calls import TokenizerAsker
+from headrace_broker.tokenizer_calls import TokenizerClient
 from headrace_gateway import GatewaySettings, overview, page_files
 from headrace_gateway.batch.batch_store import BatchStore
 from headrace_gateway.call import ChatForm
@@ -162,7 +162,7 @@ class ScriptedGateway:
                     metrics,
                     RateLimits(redis),
                     ResponseStore(redis, envelopes, Claims(redis, "responses"), settings.store_life),
-                    TokenizerAsker(redis),
+                    TokenizerClient(redis),
                     Webhooks(redis, None, metrics),
                     None,
                     BatchStore(redis),

@@ -1,4 +1,4 @@
-"""Calls of a tokenizer end in time, also where a cancellation is lost, as asyncio.wait_for of Python 3.11 does."""
+"""Tokenizer calls time out even if a cancellation is lost, as in asyncio.wait_for of Python 3.11."""
 
 import asyncio
 import contextlib
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from headrace_broker.errors import TokenizerCallError
-from headrace_broker.tokenizer_calls import MOST_OF_ASKER, MOST_OF_KEY, TokenizerAsker
+from headrace_broker.tokenizer_calls import MAX_CALLS_PER_CLIENT, MAX_CALLS_PER_KEY, TokenizerClient
 
 
 class LosingClient:
-    """Nobody answers, and the cancellation is lost that comes while this command is under way."""
+    """Never answers, and loses a cancellation that arrives during the given command."""
 
     def __init__(self, losing: str) -> None:
         self.losing = losing
@@ -30,7 +30,7 @@ class LosingClient:
         await self._lose("blpop")
 
     async def _lose(self, command: str) -> None:
-        assert not self.has_lost, "it waits again after its time"
+        assert not self.has_lost, "it waits again after its timeout"
         if command == self.losing:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
@@ -38,16 +38,16 @@ class LosingClient:
 
 
 @pytest.mark.parametrize("losing", ["push", "blpop"])
-async def test_calls_fail_in_time_though_their_cancellation_was_lost(losing: str) -> None:
+async def test_calls_time_out_although_their_cancellation_was_lost(losing: str) -> None:
     client: Any = LosingClient(losing)
-    asker = TokenizerAsker(client, seconds=0.05)
+    tokenizer = TokenizerClient(client, seconds=0.05)
     async with asyncio.timeout(60):
-        calls = (asker.call("m", "count", {}, key=str(number)) for number in range(MOST_OF_ASKER))
+        calls = (tokenizer.call("m", "count", {}, key=str(number)) for number in range(MAX_CALLS_PER_CLIENT))
         ended = await asyncio.gather(*calls, return_exceptions=True)
     assert {type(error) for error in ended} == {TokenizerCallError}
 
 
-async def test_calls_of_one_key_keep_no_others_out() -> None:
+async def test_calls_of_one_key_do_not_block_other_keys() -> None:
     pushed: list[bytes] = []
 
     class SilentClient(LosingClient):
@@ -59,12 +59,14 @@ async def test_calls_of_one_key_keep_no_others_out() -> None:
             return push
 
     client: Any = SilentClient("blpop")
-    asker = TokenizerAsker(client)
-    greedy = [asyncio.create_task(asker.call("m", "count", {"a": 1}, key="greedy")) for _ in range(MOST_OF_ASKER)]
-    other = asyncio.create_task(asker.call("m", "count", {"b": 1}, key="other"))
+    tokenizer = TokenizerClient(client)
+    greedy = [
+        asyncio.create_task(tokenizer.call("m", "count", {"a": 1}, key="greedy")) for _ in range(MAX_CALLS_PER_CLIENT)
+    ]
+    other = asyncio.create_task(tokenizer.call("m", "count", {"b": 1}, key="other"))
     for _ in range(10):
         await asyncio.sleep(0)
-    assert [b"b" in body for body in pushed] == [False] * MOST_OF_KEY + [True]
+    assert [b"b" in body for body in pushed] == [False] * MAX_CALLS_PER_KEY + [True]
     calls = [*greedy, other]
     for call in calls:
         call.cancel()

@@ -38,7 +38,3 @@ def test_prose_is_looked_at_and_code_is_not(plain_words: ModuleType, tmp_path: P
         '"""Whoever asks.\n\nGives the news.\n"""\nbury = ":bell"  # a strike\nlog.info(f"{bury} is in debt")\nbury()\n'
     )
     assert sorted(found(plain_words, module)) == [(1, "Whoever"), (3, "news"), (5, "strike"), (6, "debt")]
-
-
-def test_every_exempted_name_exists(plain_words: ModuleType) -> None:
-    assert [name for name in plain_words.NOT_YET if not (plain_words.ROOT / name).exists()] == []

@@ -153,7 +153,7 @@ chaos: $(STAMP) ## 200 rounds of random faults on a real service, with a table o
 	@cd tests && ../$(BIN)/python -m chaos
 
 chaos-batch: $(STAMP) ## 2,000 lines of a batch, over HTTP and by the command, while everything is killed
-	@cd tests && $(BIN)/python -m chaos.batch
+	@cd tests && ../$(BIN)/python -m chaos.batch
 
 hostile: $(STAMP) ## 10,000 hostile messages on a real service, with a table of what became of each kind
 	@cd tests && ../$(BIN)/python -m hostile

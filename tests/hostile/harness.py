@@ -96,7 +96,10 @@ class Harness:
         self.account.memory.append(self._memory())
 
     def finish(self) -> None:
-        """Check that the log has no text of a message."""
+        """Check that the worker holds no request any more, and that its log has no text of a message."""
+        for command in ("reserved", "active"):
+            if held := self._service.inspected(command):
+                self._problem(f"Celery still holds {len(held)} {command} requests")
         text = self._worker.log_text()
         if SECRET in text:
             line = next(line for line in text.splitlines() if SECRET in line)

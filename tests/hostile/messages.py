@@ -438,7 +438,8 @@ class Generator:
             [True, False],
             [1, 2, 3],
         ]
-        return self._good(timelimit=self._draw.choice(limits))
+        eta = self._draw.choice([None, None, "2099-01-01T00:00:00+00:00"])
+        return self._good(timelimit=self._draw.choice(limits), eta=eta)
 
     def kind_queue_headers(self) -> dict[str, Any]:
         good = self._good(

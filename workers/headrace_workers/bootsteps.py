@@ -1,7 +1,7 @@
 """Runs the engine inside a Celery worker, with two bootsteps.
 
-The worker's step owns what lives as long as the process: engine, dispatcher, metrics server. The consumer's step runs
-again at each reconnect and attaches them to the new connection and its event loop.
+The worker's step owns the engine, the dispatcher and the metrics server, which live as long as the process. The
+consumer's step runs again at each reconnect and attaches them to the new connection and its event loop.
 """
 
 import logging
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 REGISTER_SECONDS = 60.0
 SORT_SECONDS = 1.0
-"""How often a worker without room sorts new messages, which records since when they wait."""
+"""Seconds between two sorts of new messages by a worker without room. A sort records when they began to wait."""
 _EXIT_ENGINE_GIVEN_UP = 1
 _LAST_RESULTS_SECONDS = 5.0
 _FAILED_TURN_SECONDS = 0.05
@@ -152,7 +152,7 @@ class EngineStep(bootsteps.StartStopStep):
         hub.call_repeatedly(SORT_SECONDS, self._sort)
 
     def run_while_disconnected(self, seconds: float) -> None:
-        """Serve the engine for so many seconds while Celery waits for Redis and its event loop does not turn."""
+        """Serve the engine for `seconds` while Celery waits for Redis and its event loop does not turn."""
         self.dispatcher.loop_stopped()
         self.dispatcher.heartbeat()
         self._supervisor.pump(seconds)
@@ -168,7 +168,7 @@ class EngineStep(bootsteps.StartStopStep):
         channel.leases.on_refused = self._gauges.refused
         self._channel, self._leases = channel, channel.leases
         for lease_id, message in self._leases.held().items():
-            # When Celery loses its connection, it forgets messages in its timer, such as those with an ETA.
+            # When Celery loses its connection, it forgets the messages that have not started.
             if message.headers.get("id") not in worker_state.requests:
                 self._leases.release(lease_id)
         self.dispatcher.attach(hub)
@@ -248,7 +248,7 @@ class EngineStep(bootsteps.StartStopStep):
             worker.hub.call_soon(worker.consumer.flush_events)
             self._turn_loop(worker)
         if self._leases is not None:
-            for lease_id in reversed(self._leases.held()):  # messages in Celery's timer, or whose result is not stored
+            for lease_id in reversed(self._leases.held()):  # not settled yet
                 self._leases.release(lease_id)
         self._supervisor.stop()
         self._tokenizer_service.stop()
@@ -267,13 +267,13 @@ class EngineStep(bootsteps.StartStopStep):
             time.sleep(_FAILED_TURN_SECONDS)
 
     def _sort(self) -> None:
-        if self._leases is None or self.dispatcher.credit() > 0:  # with credit it fetches, which sorts first
+        if self._leases is None or self.dispatcher.credit() > 0:  # with credit, a fetch sorts them first
             return
         try:
             self._leases.sort(self._lists)
             self._channel.schedule_preempting_fetch()  # not at once: other workers may have free slots
         except CONNECTION_ERRORS:
-            pass  # the event loop notices it itself
+            pass  # the event loop notices the loss itself
         except redis.ResponseError as error:
             self._gauges.refused(str(error))
 

@@ -40,7 +40,7 @@ class CeleryRequest(Protocol):
         """Whether the message was revoked or has expired. Celery has settled it then."""
 
     def on_accepted(self, pid: int | None, time_accepted: float) -> None:
-        """Announce that the task has started. `time_accepted` is of the monotonic clock."""
+        """Announce that the task has started. `time_accepted` is monotonic time in seconds."""
 
     def on_success(self, outcome: tuple[bool, Any, float]) -> None:
         """Announce a stored result and acknowledge the message."""

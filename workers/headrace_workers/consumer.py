@@ -15,7 +15,7 @@ logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 
 class EngineConsumer(Consumer):
-    """Celery uses it because of the setting `worker_consumer`."""
+    """The setting `worker_consumer` makes Celery use this class."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         # Workers need no messages from each other, and an election publishes any task with this worker's rights.

@@ -1,9 +1,9 @@
 """The worker's side of Celery's remote control: checks control messages and answers them.
 
 Any client that may publish in Redis can send one, and Celery trusts it. An invalid message makes Celery reopen its
-mailbox and miss messages meanwhile. A clock of many digits goes into every later message. A regular expression can
-block the event loop for ever. The answer goes to any list that the sender names. So messages are checked here. The
-commands are in `remote_control.py` and `celery_commands.py`.
+mailbox and miss messages meanwhile. A clock value of many digits is copied into every later message. A regular
+expression can block the event loop for ever. The answer goes to any list that the sender names. So messages are checked
+here. The commands are in `remote_control.py` and `celery_commands.py`.
 """
 
 from collections.abc import Mapping

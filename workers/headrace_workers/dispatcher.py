@@ -64,9 +64,9 @@ class Dispatcher:
         supervise: makes the engine's supervisor, which reports engine events to the dispatcher.
         engine: name of the engine.
         make_lane: makes the two lanes that prepare messages.
-        preparation_settings: settings of the lanes beside the model's own; see `preparation_process.make_preparer`.
+        preparation_settings: the lanes' settings, except the engine's; see `preparation_process.make_preparer`.
         answer_formats: the formats in which the model writes tool calls and reasoning, for clients.
-        share_prefix_cache: let a request find the prefixes of other tenants' prompts in the cache.
+        share_prefix_cache: let requests reuse cached prefixes of other tenants' prompts.
         max_num_seqs: choices that the engine runs at once.
         max_delay_seconds: how far ahead a message's ETA may lie.
         preemption: preempts requests for those of higher priority.
@@ -160,7 +160,7 @@ class Dispatcher:
     def credit(self) -> int:
         """Count the messages that may be taken now: the free slots, or 0 while requests wait in the engine."""
         room = self._max_num_seqs - len(self._preparation)  # each will have at least one choice
-        # Called many times a second. Each job has at least one unfinished choice.
+        # Called many times a second, so a cheap check comes first: each job has at least one unfinished choice.
         if self._engine_waiting or len(self._in_flight) >= room or self._takes_nothing:
             return 0
         return max(0, room - self._in_flight.slots_used)
@@ -190,11 +190,11 @@ class Dispatcher:
     def __len__(self) -> int:
         return len(self._in_flight)
 
-    # -- calls of the tokenizer -----------------------------------------------------------------------------------
+    # -- tokenizer calls ------------------------------------------------------------------------------------------
 
     @property
     def answers_calls(self) -> bool:
-        """Whether calls of the tokenizer may be taken. They need neither a slot nor a running engine."""
+        """Whether tokenizer calls may be taken. They need neither a slot nor a running engine."""
         return self._processor is not None and not (self._draining or self._paused)
 
     def answer_call(self, kind: str, body: bytes, answered: Callable[[bytes], None]) -> None:
@@ -231,7 +231,7 @@ class Dispatcher:
             celery_request.hand_back()
             return
         with self._answering(incoming, celery_request):
-            if incoming.over_quota and not self._writer.exists(incoming.request_id):  # else it runs, sent twice
+            if incoming.over_quota and not self._writer.exists(incoming.request_id):  # else it was sent twice, and runs
                 raise RefusedError(
                     ErrorCode.QUOTA_EXCEEDED,
                     f"the queue holds {incoming.over_quota} requests of this tenant, which is its limit",
@@ -324,7 +324,7 @@ class Dispatcher:
     def _adopt(self, job: "Job | Preparing", celery_request: CeleryRequest) -> None:
         """Continue a request under the lease of its redelivered message, and settle the old lease."""
         old, job.celery_request = job.celery_request, celery_request
-        task_ready(old)  # forgets the id, too
+        task_ready(old)  # also removes the id
         task_reserved(celery_request)
         if isinstance(job, Job):  # else it is accepted when it is prepared
             celery_request.on_accepted(self.supervisor.pid, time.monotonic())
@@ -348,7 +348,7 @@ class Dispatcher:
         return True
 
     def lease_lost(self, message: Any) -> None:
-        """Stop a message that another worker has now, without another write or acknowledgement."""
+        """Stop the request of a message that another worker has now. Nothing more is written or acknowledged for it."""
         self._metrics.lease_lost()
         preparing = self._preparation.get(message.headers.get("id"))
         if preparing is not None and preparing.celery_request.lease_id == message.delivery_tag:
@@ -529,7 +529,7 @@ class Dispatcher:
         }
 
     def drain(self) -> None:
-        """Take no messages any more. Running requests continue."""
+        """Take no more messages. Running requests continue."""
         self._draining = True
         self._hand_back_unprepared()
         self.set_state("draining")

@@ -278,7 +278,7 @@ class InFlight:
         self.flush()
 
     def send_chosen(self) -> None:
-        """Send to an engine that has no request: all requests, or the suspect that must run alone."""
+        """Send all requests, or only the suspect that must run alone, to an engine that has none."""
         for job in self._isolation.choose(self._jobs.values()):
             self._send_again(job)
 
@@ -446,7 +446,7 @@ class InFlight:
                 self._settlement.finish(job, outcome, result)
         for key, why in refused.items():
             running = self._jobs.get(key[0])
-            if running is not None and running.key == key:  # ignore what is refused of an older attempt
+            if running is not None and running.key == key:  # ignore refused entries of an older attempt
                 self._abort(running)
                 self._refused(running, why)
 

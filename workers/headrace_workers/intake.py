@@ -48,7 +48,7 @@ class Incoming:
     enqueued_at: float | None
     """Unix seconds by the producer's clock."""
     queued_at: float | None = None
-    """Since when the message could have been taken, by the monotonic clock; None if unknown."""
+    """When the message became available to workers, by the monotonic clock; None if unknown."""
     clock: Literal["producer", "redis"] | None = None
     """The source of `queued_at`: the producer's clock compared with this machine's, or Redis's clock only."""
     tenant: str | None
@@ -58,7 +58,7 @@ class Incoming:
     """Seconds without a subscriber heartbeat after which the request is cancelled."""
     trace_headers: dict[str, Any] = field(repr=False, default_factory=dict)
     deadline: float | None
-    """Unix seconds: when the message expires, or its time limit from now has passed."""
+    """Unix seconds: the earlier of the message's expiry and the end of its time limit, which counts from receipt."""
     step: int = 0
     """Priority step of the list that held the message."""
     preemptions: int = 0
@@ -111,7 +111,7 @@ class Prepared:
     bad_words_token_ids: list[list[int]]
     params: dict[str, Any]
     given_numbers: dict[str, float]
-    """The numeric sampling parameters that the message sets itself."""
+    """The numeric sampling parameters that the message itself sets."""
     is_chat: bool
     lora: str | None
     prompt_tail: str | None
@@ -208,10 +208,10 @@ def _deadline(expires: Any, time_limits: Any) -> float | None:
 def _queued_at(
     enqueued_at: float | None, eta: Any, by_redis: float | None
 ) -> tuple[float | None, Literal["producer", "redis"] | None]:
-    """Get since when a message waits, by the monotonic clock, and the source of that time.
+    """Get when a message began to wait, by the monotonic clock, and the source of that time.
 
     A producer's clock may be wrong, so a wait is never shorter than the one that Redis measured. A message with an ETA
-    waits since its ETA.
+    begins to wait at its ETA.
     """
     if enqueued_at is None:
         return by_redis, None if by_redis is None else "redis"

@@ -81,7 +81,7 @@ class Isolation:
         return self._suspect_waits and all(suspicions)
 
     def choose(self, jobs: Iterable[Job]) -> list[Job]:
-        """Choose from all jobs those to send to an engine that has none."""
+        """Choose the jobs to send to an engine that has none."""
         jobs = list(jobs)
         self._suspect_waits = False
         self._alone = next((job for job in jobs if _is_suspect(job)), None)

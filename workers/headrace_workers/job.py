@@ -57,17 +57,17 @@ class Job:
     attempt: int
     choices: list[ChoiceRecord]
     queued_at: float | None
-    """Since when the message could have been taken, by the monotonic clock; None if unknown."""
+    """When the message became available to workers, by the monotonic clock; None if unknown."""
     tenant: str | None = None
     abandon_after: float | None = None
     """Seconds without a subscriber heartbeat after which the request is cancelled."""
     span: Any = None
     """OpenTelemetry's span, while the request is traced; see `tracing.py`."""
     trace_id: str | None = None
-    """Id of the recorded trace, an exemplar of the request's latencies."""
+    """Id of the recorded trace, used as the exemplar of the request's latencies."""
     received_at: float = field(default_factory=time.monotonic)
     admitted_at: float | None = None
-    """When the engine began its first step."""
+    """When the engine began the request's first step."""
     first_token_at: float | None = None
     last_token_at: float | None = None
     num_first_tokens: int = 0

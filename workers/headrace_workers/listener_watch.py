@@ -38,7 +38,7 @@ class ListenerWatch:
     def abandoned(self, jobs: Iterable[Job]) -> list[Job]:
         """List the abandoned jobs. Pass all jobs of the worker; Redis is not asked if none has `abandon_after`.
 
-        A job that is missing since the last call has ended, or runs on another worker. It is no longer watched.
+        A job of the last call that is missing now has ended or runs on another worker. It is no longer watched.
         """
         watched = [job for job in jobs if job.abandon_after is not None]
         over = self._watched - {job.request_id for job in watched}

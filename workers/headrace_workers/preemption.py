@@ -1,8 +1,8 @@
 """`Preemption`: returns running requests to the queue for those of higher priority. They resume after their last token.
 
 Priorities are compared by the steps of the queue's lists (`keys.PRIORITY_STEPS`). 0 is the highest. Requests of one
-step do not preempt each other. The step is the one that a request was sent with: ageing improves its place in the
-queue only. One worker takes the request of higher priority from the queue first, and preempts others when that request
+step do not preempt each other. The step is the one that a request was sent with: ageing improves only its place in
+the queue. One worker takes the request of higher priority from the queue first, and preempts others when that request
 is prepared. So no two workers preempt for the same request.
 """
 
@@ -34,8 +34,8 @@ class Preemption:
         Args:
             num_preparing: messages that have been taken; each will have at least one choice.
             engine_waiting: requests that wait in the engine because its memory or token budget is short. The engine
-                orders them by priority, so messages of higher priority need only free slots. No more are taken than
-                wait, minus those of higher priority that have not begun, as other workers may have room.
+                orders them by priority, so messages of higher priority need only free slots. Other workers may have
+                room, so at most `engine_waiting` are taken, less those taken before that have not begun.
         """
         room = self._max_num_seqs - num_preparing - in_flight.slots_used
         if room > 0:

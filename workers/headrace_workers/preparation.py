@@ -1,4 +1,4 @@
-"""`Preparation`: the messages that this worker has taken and not checked yet.
+"""`Preparation`: the messages that this worker has taken but not checked yet.
 
     begin --plain------------prepared--> adapter's folder --> `ready`
       +---> quick lane ------prepared-->
@@ -31,12 +31,12 @@ from headrace_workers.preparation_process import QUICK_BODY_BYTES
 from headrace_workers.tokenizer_answers import error_answer
 
 ADAPTER_SECONDS: Final = 5.0
-"""A request is refused if the file system does not answer for so long."""
+"""A request is refused if the file system does not answer within this time."""
 POSTPONE_SECONDS: Final = 1.0
 
 
 class _Calls(Enum):
-    """Stands for a tenant to which all calls of the tokenizer belong."""
+    """Takes the place of a tenant, for all tokenizer calls together."""
 
     CALLS = 0
 
@@ -65,11 +65,11 @@ class Preparing:
 
 
 class Preparation:
-    """Prepares messages. Ends each with one of the four calls below, after which it no longer holds the message.
+    """Prepares messages. Passes each to one of the four callbacks below, and then no longer holds it.
 
     Args:
         make_lane: makes the two lanes; the slow one gets one message at a time.
-        max_messages: messages held at once. At most half of them may be slow, and a quarter slow ones of one tenant.
+        max_messages: messages held at once. At most half may be slow, and at most a quarter slow and of one tenant.
         ready: called with the message, the prepared request and its adapter.
         refused: called with the message and the reason why it cannot be served.
         undecodable: called with a message whose body does not match its content type, and the problem.
@@ -104,10 +104,10 @@ class Preparation:
         self._held: dict[int, Preparing] = {}
         self._by_id: dict[str, Preparing] = {}
         self._waiting: OrderedDict[str | _Calls | None, deque[Preparing | int]] = OrderedDict()
-        """Work for the slow lane by tenant; the first tenant is next. Calls are numbers, under a key of their own."""
+        """Work for the slow lane by tenant; the first tenant is next. Tokenizer calls are numbers, under `_Calls`."""
         self._in_slow_lane: int | None = None
         self._calls: dict[int, tuple[str, bytes, Callable[[bytes], None]]] = {}
-        """Calls of the tokenizer by number. Their numbers are below 0."""
+        """Tokenizer calls by number. Their numbers are below 0."""
 
     def __len__(self) -> int:
         return len(self._held)
@@ -132,7 +132,7 @@ class Preparation:
         self._slow.attach(hub)
 
     def configure(self, settings: dict[str, Any], plain: PlainRequests | None) -> None:
-        """Set the processes' settings, see `preparation_process.make_preparer`, and what prepares plain requests."""
+        """Set the processes' settings (see `preparation_process.make_preparer`) and the preparer of plain requests."""
         self._plain = plain
         self._quick.configure({**settings, "is_quick": True})
         self._slow.configure({**settings, "is_quick": False})
@@ -150,13 +150,13 @@ class Preparation:
             self._begin_slow(message)
 
     def _prepare_plain(self, message: Preparing) -> Prepared | None:
-        """Prepare a plain message here, or return None for a process. No message overtakes those in the quick lane."""
+        """Prepare a plain message here. Returns None if a process must, or if it would overtake the quick lane."""
         if self._plain is None or any(not other.is_slow for other in self._held.values()):
             return None
         return self._plain.prepare(*message.body)
 
     def answer_call(self, kind: str, body: bytes, answered: Callable[[bytes], None]) -> None:
-        """Let the lanes answer a call of the tokenizer, beside the messages; see `tokenizer_answers.py`."""
+        """Let the lanes answer a tokenizer call, as well as messages; see `tokenizer_answers.py`."""
         number = -next(self._numbers)
         self._calls[number] = kind, body, answered
         if len(body) <= QUICK_BODY_BYTES:
@@ -181,7 +181,7 @@ class Preparation:
         return dropped
 
     def heartbeat(self) -> list[Preparing]:
-        """Once a second: end what takes too long. Returns the messages that are left."""
+        """Once a second: end processes and messages that take too long. Returns the messages that remain."""
         self._quick.check()
         self._slow.check()
         for message in list(self._held.values()):

@@ -21,9 +21,9 @@ from headrace_workers.preparation_process import MEMORY_BYTES, FrameReader, pack
 logger = logging.getLogger(__name__)
 
 CPU_SECONDS: Final = 10.0
-"""Processor time of one request. A tokenizer takes some 5 s for 4 MiB of text."""
+"""Limit for one request's processor time. A tokenizer takes some 5 s for 4 MiB of text."""
 WAIT_SECONDS: Final = 60.0
-"""Wall-clock time of one request. It ends a process that hangs or gets no processor time."""
+"""Limit for one request's wall-clock time. It ends a process that hangs or gets no processor time."""
 TURN_SECONDS: Final = 0.01
 """Longest time for which answers are handled in one turn of the event loop."""
 _RESTART_SECONDS: Final = 1.0
@@ -31,7 +31,7 @@ _MAX_DEATHS: Final = 2
 _PIPE_BYTES: Final = 1 << 20
 
 Answer = Callable[[int, list[Any]], None]
-"""Takes a request's number, and kind and values of its answer; see `preparation_process.py`."""
+"""Takes a request's number, and the kind and values of its answer; see `preparation_process.py`."""
 Verdict = Callable[[str, str | None], None]
 """Takes a grammar that the process has compiled, and the problem with it, or None."""
 
@@ -154,7 +154,7 @@ class PreparationLane:
         elif self._submitted and time.monotonic() - self._since > WAIT_SECONDS:
             self._end_process()
             if self._is_ready:
-                self._refuse_first(f"its preparation has not ended after {WAIT_SECONDS:g} s")
+                self._refuse_first(f"its preparation was not complete after {WAIT_SECONDS:g} s")
             else:
                 self.is_failing = True
                 logger.error("the preparation process was not ready after %g s", WAIT_SECONDS)
@@ -247,7 +247,7 @@ class PreparationLane:
         elif self._deaths >= _MAX_DEATHS:
             self._refuse_first(
                 f"its preparation ended the process twice, with status {process.returncode};"
-                f" it may use {MEMORY_BYTES >> 20} MiB of memory"
+                f" its memory limit is {MEMORY_BYTES >> 20} MiB"
             )
         self._start_again()
 

@@ -5,7 +5,7 @@ probe. `preparation_lane.py` is the parent's side. Both write msgpack frames wit
 
     parent -> child   {settings}, once; [number, request id, content type, body];
                       [0, grammar, problem or nil]: the verdict of another process;
-                      [number below 0, kind, body]: a call of the tokenizer
+                      [number below 0, kind, body]: a tokenizer call
     child -> parent   [0], once, when it can prepare requests; [number, kind, values ...]; [0, grammar, problem or nil]
 
 A quick process spends a fraction of a second on a request, and answers `slow` if that is not enough. The other process
@@ -57,10 +57,10 @@ class NotQuickError(BaseException):
 
 
 class Preparer:
-    """Answers requests and calls of the tokenizer.
+    """Answers requests and tokenizer calls.
 
     Args:
-        tokenizer: the one of `processor`.
+        tokenizer: the one that `processor` uses.
         is_quick: answer `slow` if a request needs more than `_QUICK_CPU_SECONDS`.
         cpu_seconds: processor time of one request; a request that exceeds it ends the process.
     """
@@ -81,7 +81,7 @@ class Preparer:
         self._is_quick = is_quick
 
     def answer(self, request_id: str, content_type: str, body: bytes | str) -> list[Any]:
-        """Prepare one request. Returns kind and values of the answer."""
+        """Prepare one request. Returns the kind and the values of the answer."""
         try:
             with self._in_time():
                 prepared = self._intake.process(request_id, loads(body, content_type))
@@ -96,7 +96,7 @@ class Preparer:
         return ["prepared", {field.name: getattr(prepared, field.name) for field in fields(prepared)}]
 
     def answer_call(self, kind: str, body: bytes) -> list[Any]:
-        """Answer a call of the tokenizer. Returns kind and value of the answer."""
+        """Answer a tokenizer call. Returns the kind and the value of the answer."""
         try:
             with self._in_time():
                 return ["answered", self._tokenizer_answers.answer(kind, body)]
@@ -140,7 +140,7 @@ class GrammarCachingProcessor(InputProcessor):
             self._verdicts.move_to_end(grammar)
             problem = self._verdicts[grammar]
         else:
-            problem = self._try(params)  # remembered by the checker
+            problem = self._try(params)  # the engine's grammar checker caches this
             self._tell(grammar, problem)
         if problem is not None:
             raise InvalidRequestError(problem)

@@ -1,4 +1,4 @@
-"""`Settlement`: ends a request. First its stream gets an end, then its result is stored, then its message acknowledged.
+"""`Settlement`: ends a request. It ends the stream, then stores the result, then acknowledges the message.
 
 Because of this order, a client that sees a result finds a complete stream. If a worker dies in between, the next
 delivery of the message is answered from its stream. All methods are called on the thread of Celery's event loop. Only
@@ -39,11 +39,11 @@ _GONE = ErrorInfo(ErrorCode.EXPIRED, "the stream has expired or was deleted")
 
 
 class Settlement:
-    """Finishes requests. It writes the stream's end of requests that never ran here; `in_flight.py` that of the others.
+    """Finishes requests. It ends the streams of requests that never ran here; `in_flight.py` ends those of the others.
 
     Args:
-        store_result: stores a result that has no Celery request. Takes request id, result and content type; called on
-            the finisher's thread.
+        store_result: stores a result without Celery's task. Takes request id, result and content type; called on the
+            finisher's thread.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Settlement:
     # -- requests that ran here ------------------------------------------------------------------------------------
 
     def finish(self, job: Job, outcome: Outcome, result: GenerateResult) -> None:
-        """Store the result of a job whose stream has its end, announce it and acknowledge the message."""
+        """Store and announce the result of a job whose stream has ended, and acknowledge its message."""
         self._finish_job(job, outcome, partial(job.celery_request.finish, result.to_wire()))
 
     def finish_revoked(self, job: Job) -> None:
@@ -172,8 +172,8 @@ class Settlement:
     def _end_stream_of(self, celery_request: CeleryRequest, finish_reason: str, error: ErrorInfo) -> bool:
         """End the stream of a request that this worker does not run, and charge its tenant for the tokens it has.
 
-        Returns False if the caller must not answer: the stream had ended, belongs to another message, or Redis
-        refuses it. The message is settled here then.
+        Returns False, with the message settled, if the caller must not answer: the stream had ended, belongs to
+        another message, or Redis refuses it.
         """
         request_id = celery_request.id
         try:
@@ -193,9 +193,9 @@ class Settlement:
         return ending is Ending.WRITTEN
 
     def _finish_recorded(self, celery_request: CeleryRequest, entries: Sequence[StreamEvent]) -> None:
-        """Finish a request that does not run, because its stream had ended, with the result from its stream."""
+        """Finish a request with the result from its stream, which ended before the request could run."""
         ended = entries[-1] if entries else None
-        if not isinstance(ended, EndEvent):  # it has expired just now
+        if not isinstance(ended, EndEvent):  # the stream has just expired
             self._metrics.message_returned("stream_refused")
             celery_request.hand_back(is_counted=True)
             return
@@ -211,7 +211,7 @@ class Settlement:
     def _end_stream(
         self, request_id: str, finish_reason: str, error: ErrorInfo, content: str, content_type: str
     ) -> None:
-        """End the stream of a message that Celery does not know, and store its result, unless it had ended."""
+        """End the stream of a message that Celery does not know, and store the result. If it had ended, do neither."""
         try:
             ending = self._writer.end_unclaimed(request_id, finish_reason, error, content)
         except (*REDIS_ERRORS, UnicodeError) as failure:  # the id of a malformed message may be invalid Unicode

@@ -1,7 +1,7 @@
 """Passes messages of `headrace.generate` from Celery's consumer to the dispatcher.
 
-Celery's own strategy does the rest (revoked, expired, events), with a pool that passes requests to the engine.
-It takes no slot of Celery's real pool, so one worker process holds as many requests as the engine has room for.
+Celery's default strategy does the rest: revocation, expiry and events. It gets `EnginePool` in place of Celery's pool.
+No request takes a slot of that pool, so one worker process holds as many requests as the engine has room for.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ _NO_BODY: Final[tuple[list[Any], dict[str, Any], dict[str, Any]]] = ([], {}, {})
 
 
 class EnginePool:
-    """Stands for Celery's pool: the only method of it that a request calls."""
+    """Replaces Celery's pool. A request calls no other method of it."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -47,7 +47,7 @@ class ConsumerProxy:
 
 
 def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[..., Any]:
-    """Make the handler of `GenerateTask`'s messages; `consumer.controller.headrace` is the worker's own step."""
+    """Make the handler of `GenerateTask`'s messages; `consumer.controller.headrace` is the worker's `EngineStep`."""
     dispatcher: Dispatcher = consumer.controller.headrace.dispatcher
     task.Request = type("BoundEngineRequest", (EngineRequest,), {"dispatcher": dispatcher})
     handler = default_strategy(task, app, ConsumerProxy(consumer, EnginePool(dispatcher)), **options)
@@ -76,10 +76,10 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
 
 @contextmanager
 def _registration(message: Any) -> Iterator[None]:
-    """Correct Celery's table of requests by ID after a message was taken in.
+    """Keep Celery's table of requests by ID correct while a message is accepted.
 
-    If an exception is raised, the message's own request is removed. If the ID belongs to a request that this worker
-    still holds, that request is put back: Celery looks a request up there to terminate it.
+    If an exception is raised, the message's own request is removed. If this worker still holds another request with
+    the ID, that request is put back, because Celery looks there for a request to terminate.
     """
     request_id = _id_of(message)
     before = requests.get(request_id)
@@ -96,7 +96,7 @@ def _registration(message: Any) -> Iterator[None]:
 
 
 def _leave_undecoded(message: Any) -> None:
-    """Show Celery an empty body. A large one takes seconds to decode, which `preparation_process.py` does.
+    """Show Celery an empty body. Decoding a large one takes seconds, so `preparation_process.py` does that.
 
     Raises MalformedMessageError for a content type that is not accepted.
     """

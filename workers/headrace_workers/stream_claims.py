@@ -39,7 +39,7 @@ class StreamClaims:
         model: ModelIdentity,
         draws: str,
     ) -> Job | None:
-        """Make the request's job. Returns None and settles it if its stream had ended or belongs to another message.
+        """Make the request's job. If its stream had ended or is another message's, settle the request and return None.
 
         Args:
             model: the weights and adapter that compute the request.

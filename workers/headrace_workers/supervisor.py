@@ -49,7 +49,7 @@ class EngineSupervisor:
     them again in `on_engine_ready`.
 
     Args:
-        stall_seconds: an engine that has work and sends nothing for so long is killed.
+        stall_seconds: an engine that has work and sends nothing for this long is killed.
         clock: monotonic time in seconds.
     """
 
@@ -73,7 +73,7 @@ class EngineSupervisor:
         self._tokenizer: ModelTokenizer | None = None
         self._tokenizer_parts: TokenizerParts | None = None
         self._tokenizer_answer: Future[Any] = Future()
-        """The engine reads the tokenizer, as that may need torch. Asked for once."""
+        """The engine process reads the tokenizer, as that may need torch. It is asked once."""
         self._deaths_in_a_row = 0
         self._started_at = 0.0
         self._ready = False
@@ -155,7 +155,7 @@ class EngineSupervisor:
         self._deaths_in_a_row = 0
 
     def pump(self, seconds: float) -> None:
-        """Read from the engine for so many seconds while no event loop turns."""
+        """Read from the engine for `seconds` while no event loop turns."""
         deadline = time.monotonic() + seconds
         while True:
             left = max(0.0, deadline - time.monotonic())

@@ -39,7 +39,7 @@ class EngineRequest(Request):
         super().__init__(message, **options)
         self._received_at = time.monotonic()
         self._dead_letter_reason: tuple[DeadLetterReason, str] | None = None
-        """Why the message becomes a dead letter when it is settled; None acknowledges it."""
+        """Why the message becomes a dead letter when it is settled; None if it is acknowledged instead."""
         self._request_dict[CONTENT_TYPE] = self.content_type  # the backend sees only this map
 
     @property
@@ -50,12 +50,12 @@ class EngineRequest(Request):
 
     @property
     def argsrepr(self) -> str:
-        """Empty, because a stock producer sends a readable copy of the prompt, which Celery would log and announce."""
+        """Empty: a stock producer puts a readable copy of the prompt here, which Celery would log and announce."""
         return ""
 
     @property
     def kwargsrepr(self) -> str:
-        """As `argsrepr`."""
+        """Empty for the same reason as `argsrepr`."""
         return ""
 
     def info(self, safe: bool = False) -> dict[str, Any]:  # noqa: ARG002  # Celery's signature
@@ -64,11 +64,11 @@ class EngineRequest(Request):
 
     @property
     def eta(self) -> None:
-        """None, as Celery would hold the message in memory until its ETA. The dispatcher gives it back to Redis."""
+        """None: Celery would hold a message in memory until its ETA. The dispatcher returns it to Redis instead."""
 
     @property
     def due(self) -> datetime | None:
-        """The message's ETA, before which the request is not to run."""
+        """The message's ETA. The request must not run before it."""
         due: datetime | None = self._eta
         return due
 
@@ -90,7 +90,7 @@ class EngineRequest(Request):
 
     @property
     def queued_at(self) -> float | None:
-        """Since when the message waits by Redis's clock, converted to the monotonic clock; None if unknown."""
+        """When the message began to wait by Redis's clock, converted to the monotonic clock; None if unknown."""
         moment: float | None = self._message.delivery_info.get(QUEUED_AT)
         return moment
 
@@ -107,7 +107,7 @@ class EngineRequest(Request):
         return preemptions
 
     def finish(self, result: dict[str, Any]) -> None:
-        """Let Celery run the task, which stores, announces and acknowledges. Called on the finisher's thread."""
+        """Store and announce the result through Celery's task, then acknowledge. Called on the finisher's thread."""
         headers = {name: value for name, value in self._request_dict.items() if name not in _LINKS}
         token = OUTCOME.set(result)
         try:
@@ -116,13 +116,13 @@ class EngineRequest(Request):
             )
         finally:
             OUTCOME.reset(token)
-        if failed:  # the result was not stored, as the task itself cannot fail; Celery would acknowledge all the same
+        if failed:  # the task itself cannot fail, so the result was not stored; Celery would acknowledge it anyway
             raise returned.exception
         # Announce the success without its text.
         self.on_success((False, "", time.monotonic() - self._received_at))
 
     def finish_as_dead_letter(self, reason: DeadLetterReason, detail: str) -> None:
-        """Let `finish` make the message a dead letter instead of acknowledging it."""
+        """Make `finish` dead-letter the message instead of acknowledging it."""
         self._dead_letter_reason = reason, detail
 
     def acknowledge(self) -> None:
@@ -135,37 +135,37 @@ class EngineRequest(Request):
             self.dispatcher.settlement.call_soon(partial(leases.dead_letter, self.lease_id, *self._dead_letter_reason))
 
     def cost(self, tokens: int) -> None:
-        """Charge the tenant for the tokens, of prompt and output, when the message is acknowledged."""
+        """Charge the tenant for these prompt and output tokens when the message is acknowledged."""
         self._message.channel.leases.cost(self.lease_id, tokens)
 
     def hand_back(self, *, is_counted: bool = False, is_preempted: bool = False) -> None:
         """Return the message to the front of its queue.
 
-        With `is_counted` its delivery counts, so that a message that cannot be served is not delivered for ever. A
-        return that the workers decide, such as a drain, does not count. `is_preempted` counts a preemption.
+        With `is_counted` the delivery counts toward the limit, so that a message that cannot be served is not delivered
+        for ever. It does not count if the worker chose to return it, as in a drain. `is_preempted` counts a preemption.
         """
         self._settled()
         self._message.channel.leases.release(self.lease_id, is_counted=is_counted, is_preempted=is_preempted)
         self.send_event("task-rejected", requeue=True)
 
     def postpone(self, seconds: float, *, keeps_place: bool = False) -> None:
-        """Return the message to the queue in so many seconds. No worker holds it until then.
+        """Return the message to the queue after `seconds`. No worker holds it until then.
 
-        With `keeps_place` it keeps its place and its waiting time. Otherwise the delay is its own ETA, and its waiting
-        time begins there.
+        With `keeps_place` it keeps its place and its waiting time. Otherwise the delay ends at its ETA, and its
+        waiting time begins there.
         """
         self._settled()
         self._message.channel.leases.postpone(self.lease_id, seconds, keeps_place=keeps_place)
         self.send_event("task-rejected", requeue=True)
 
     def reject_duplicate(self) -> None:
-        """Dead-letter the message, because its request id belongs to another one. That one's result is kept."""
+        """Dead-letter the message, because its request id belongs to another message. That message's result is kept."""
         self._settled()
         self._message.channel.leases.dead_letter(self.lease_id, DeadLetterReason.DUPLICATE_ID)
         self.send_event("task-rejected", requeue=False)
 
     def let_go(self) -> None:
-        """Stop renewing the lease. The message is delivered again when it has run out."""
+        """Stop renewing the lease. The message is delivered again when the lease has expired."""
         self._settled()
         self._message.channel.leases.let_go(self.lease_id)
 
@@ -182,7 +182,7 @@ class EngineRequest(Request):
         self._already_cancelled = True
 
     def announce_terminated(self) -> None:
-        """Store, announce and acknowledge that the request was revoked while it ran."""
+        """Store and announce that the request was revoked while it ran, and acknowledge its message."""
         super()._announce_revoked("terminated", True, "SIGTERM", False)
 
     def announce_terminated_in_queue(self) -> None:
@@ -196,7 +196,7 @@ class EngineRequest(Request):
         self.send_event("task-rejected", requeue=False)
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
-        """Let `Settlement` announce a revoked or expired request. Celery would store it on the event loop's thread."""
+        """Let `Settlement` announce a revoked or expired request. Celery would do so on the event loop's thread."""
         self._already_revoked = True
         announce = partial(super()._announce_revoked, reason, terminated, signum, expired)
         self.dispatcher.settlement.revoked_in_queue(self, reason, announce)

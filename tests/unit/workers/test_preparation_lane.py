@@ -240,7 +240,7 @@ def test_a_process_that_hangs_is_killed(make_lane: Callable[..., Lane], monkeypa
     lane.lane.check()
     monkeypatch.undo()
     refused, prepared = lane.wait(first, second)
-    assert "has not ended after" in refused[2]
+    assert "was not complete after" in refused[2]
     assert prepared[0] == "prepared"
 
 

@@ -110,7 +110,7 @@ class WorkerSettings(EngineOptions):
     grace_seconds: float = option(30.0, "How long running requests may continue after SIGTERM.", metavar="S", least=0)
     max_delay_seconds: float = option(
         86_400.0,
-        "Maximum ETA or countdown of a message; later ones are refused. A cancellation is remembered for one day only.",
+        "Maximum delay of a message (ETA or countdown); longer ones are refused. A cancellation expires after a day.",
         metavar="S",
         least=0,
     )

@@ -10,7 +10,7 @@ _COMMANDS = {
     "demo": ("headrace_workers.cli.demo", "demo", "Show eight live streams from a real model through a real queue."),
     "serve": ("headrace_workers.cli.serve", "serve", "Serve a model over HTTP: a queue, a worker and a gateway."),
     "worker": ("headrace_workers.cli.worker", "worker", "Serve a model: take requests from the queue."),
-    "gateway": ("headrace_workers.cli.gateway", "gateway", "Serve OpenAI's API over HTTP, from the queue."),
+    "gateway": ("headrace_workers.cli.gateway", "gateway", "Serve OpenAI's API over HTTP, through the queue."),
     "gateway-key": ("headrace_workers.cli.gateway", "gateway_key", "Make an API key for the gateway."),
     "webhook-secret": ("headrace_workers.cli.gateway", "webhook_secret", "Make a secret that signs webhooks."),
     "webhook-enable": ("headrace_workers.cli.gateway", "webhook_enable", "Send webhooks to a disabled endpoint again."),

@@ -29,7 +29,7 @@ class InvalidRequestError(HeadraceBrokerError, ValueError):
 
 
 class UsedRequestIdError(InvalidRequestError):
-    """A request with the id that the caller chose runs or has ended. Nothing was sent."""
+    """The id that the caller chose belongs to a request that runs or has ended. Nothing was sent."""
 
     def __init__(self, request_id: str) -> None:
         used = f"request_id {request_id!r} was used for a request that runs or has ended"
@@ -136,7 +136,7 @@ class MalformedEntryError(HeadraceBrokerError, ValueError):
 
 
 class MalformedMessageError(HeadraceBrokerError, ValueError):
-    """No worker can use a message in a queue. The error quotes nothing of it but its content type."""
+    """No worker can use a message in a queue. The error quotes only its content type."""
 
 
 class TransportConfigurationError(HeadraceBrokerError, ValueError):

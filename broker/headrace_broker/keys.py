@@ -82,7 +82,7 @@ LEASE_META_KEY: Final = KEYS.fixed(
 )
 LEASE_DELIVERIES_KEY: Final = KEYS.fixed(
     *("lease_deliveries", "headrace:lease:deliveries", "hash", _WORKER, _KNOWN),
-    "By lease id: how often the message was handed out.",
+    "By lease id: how often the message was delivered.",
 )
 
 
@@ -190,7 +190,7 @@ def listener_key(request_id: str) -> str:
 
 @KEYS.built("string", _GATEWAY, span(ENGINE_LOSSES_SECONDS))
 def engine_losses_key(request_id: str) -> str:
-    """How many engine processes died with the request in them; absent if none did."""
+    """How many engine processes died while they ran the request; absent if none did."""
     return f"headrace:losses:{request_id}"
 
 

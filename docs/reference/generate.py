@@ -93,7 +93,7 @@ def _settings() -> Iterator[str]:
         names = [f"HEADRACE_{name.upper()}", *(flag.opts if flag is not None else ())]
         yield _row(_lines(names), _shown(default), texts.get(name) or _help(flag))
     yield from ("", "## Worker", "")
-    yield "Read by `headrace worker` and `celery -A headrace_workers.app worker`. None stands for what is not set."
+    yield "Read by `headrace worker` and `celery -A headrace_workers.app worker`. None: not set."
     yield from ("", "| variable, flag | default | meaning |", "|---|---|---|")
     for setting in SETTINGS:
         default = "required" if setting.name == "model" else _shown(setting.default)
@@ -255,7 +255,7 @@ def _first_paragraph(kind: type) -> str:
 
 
 def _redis_keys() -> Iterator[str]:
-    yield "Every key that Headrace uses in Redis; Celery keeps its own beside them."
+    yield "Every key that Headrace uses in Redis. Celery adds keys of its own."
     yield "Writers are the [users of Redis](../deployment.md#redis-users) that write, delete or extend a key."
     yield "`client` may write what `producer` and `subscriber` may."
     yield "Only keys that [the wire format](../wire.md) names are part of the contract."

@@ -43,7 +43,7 @@ class ModelOptions:
     )
     device: str = option(
         "auto",
-        f"Where the model runs: {', '.join(DEVICES)}. auto is the CPU: cuda is experimental and must be asked for.",
+        f"Where the model runs: {', '.join(DEVICES)}. auto is the CPU: cuda is experimental and must be named.",
         metavar="NAME",
         choices=tuple(DEVICES),
     )
@@ -65,7 +65,7 @@ class ModelOptions:
     )
     max_model_len: int | None = option(
         None,
-        "Maximum tokens of prompt and output. None: the limit of the model. -1: as much of it as the KV memory holds.",
+        "Maximum tokens of prompt and output. None: the model's limit. -1: as much of it as fits into the KV memory.",
         metavar="N",
         least=1,
     )
@@ -74,7 +74,7 @@ class ModelOptions:
     )
     attention_backend: str = option(
         "auto",
-        "Kernel of paged attention: auto, native (compiled), torch (reference) or triton (GPU kernels; on the CPU for "
+        "Paged attention kernel: auto, native (compiled), torch (reference) or triton (GPU kernels; on the CPU for "
         "tests only).",
         metavar="NAME",
         choices=("auto", "native", "torch", "triton"),
@@ -86,7 +86,7 @@ class ModelOptions:
     )
     enforce_eager: bool = option(
         False,
-        "Use no CUDA graphs, for models that they cannot hold; slower.",
+        "Use no CUDA graphs, for models that cannot be captured; slower.",
         none_is_default=True,
         devices=(*EAGER_DEVICES, "static-cpu"),
         elsewhere="is set, but device {device} computes nothing that is not compiled",
@@ -129,16 +129,16 @@ class CacheConfig:
     block_size: int = option(32, "Tokens per KV block.", least=1, none_is_default=True)
     kv_cache_dtype: str = option(
         "auto",
-        "Type of keys and values: bfloat16, fp8, or auto: that of the model. Rounded ones take less memory, and "
-        "decoding reads less; a little less exact. fp8 (e4m3 with a scale of 1, at most 448) is for device cuda only.",
+        "Type of keys and values: bfloat16, fp8, or auto: that of the model. Smaller types save memory and memory "
+        "bandwidth, and are less exact. fp8 (e4m3 with a scale of 1, at most 448) is for device cuda only.",
         metavar="NAME",
         choices=("auto", *KV_CACHE_DEVICES),
         none_is_default=True,
     )
     kv_cache_memory: int | None = option(
         None,
-        "Bytes of KV memory, with a unit in text: 4GiB. None: by the free memory; on a CPU a quarter of it, at most 4 "
-        "GiB. Also named kv_cache_memory_bytes, as in vLLM.",
+        "Bytes of KV memory, or a text with a unit such as 4GiB. None: depends on the free memory; on a CPU a quarter "
+        "of it, at most 4 GiB. Also named kv_cache_memory_bytes, as in vLLM.",
         metavar="SIZE",
         least=1,
     )

@@ -22,15 +22,15 @@ class EngineOptions(StaticOptions, LoRAOptions, SchedulerOptions, CacheConfig, M
 
     engine: str = option(
         OWN_ENGINE,
-        "Name of the engine that computes: headrace, vllm, or that of another installed package. All but headrace "
-        "run in a child process.",
+        "Engine that runs the model: headrace, vllm, or the name of one from another installed package. All but "
+        "headrace run in a child process.",
         metavar="NAME",
         none_is_default=True,
     )
     engine_python: str | None = option(
         None,
-        "Interpreter of the engine's process, of an environment that has what the engine needs. None: that of this "
-        "process.",
+        "Python interpreter for the engine's process, from an environment with the engine's packages. None: the "
+        "interpreter of this process.",
         metavar="PATH",
     )
     engine_args: Mapping[str, Any] = option(
@@ -47,7 +47,7 @@ class EngineOptions(StaticOptions, LoRAOptions, SchedulerOptions, CacheConfig, M
         least=1,
     )
     scheduling_policy: SchedulingPolicy = option(
-        "fcfs", "Which waiting request comes first: the one that came first, or the one of the best priority."
+        "fcfs", "Which waiting request runs first: the one that arrived first, or the one with the best priority."
     )
     logits_processors: Sequence[str | type[LogitsProcessor]] = option(
         (),

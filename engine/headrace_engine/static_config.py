@@ -21,22 +21,22 @@ class StaticOptions:
 
     prefill_buckets: list[int] | None = option(
         None,
-        "Prompt tokens in one step that devices with static shapes compile. None: 128, 512 and 2048, within the "
-        "limits of a step and the model.",
+        "Numbers of prompt tokens in one step for which devices with static shapes compile graphs. None: 128, 512 and "
+        "2048, within the limits of a step and the model.",
         metavar="N,N",
         devices=STATIC_DEVICES,
         elsewhere=_USED_BY_STATIC,
     )
     decode_buckets: list[int] | None = option(
         None,
-        "Requests in a decode step that they compile. None: the powers of 2 up to max_num_seqs.",
+        "Numbers of requests in a decode step for which they compile graphs. None: the powers of 2 up to max_num_seqs.",
         metavar="N,N",
         devices=STATIC_DEVICES,
         elsewhere=_USED_BY_STATIC,
     )
     context_buckets: list[int] | None = option(
         None,
-        "Tokens that attention reads, for which they compile. None: 512, 2048, 8192 and max_model_len.",
+        "Numbers of tokens in a context for which they compile graphs. None: 512, 2048, 8192 and max_model_len.",
         metavar="N,N",
         devices=STATIC_DEVICES,
         elsewhere=_USED_BY_STATIC,
@@ -51,8 +51,8 @@ class StaticOptions:
     )
     compile_cache_dir: str | None = option(
         None,
-        "Folder of compiled graphs, with a subfolder for each rank, so that later starts compile nothing. None: by the "
-        "environment variables of the device.",
+        "Folder of compiled graphs, with a subfolder for each rank, so that later starts compile nothing. None: the "
+        "folder that the device's environment variables set.",
         metavar="FOLDER",
         devices=tuple(device.name for device in DEVICES.values() if device.graph_cache_variable is not None),
         elsewhere="is set, but device {device} compiles nothing that could be kept",

@@ -85,7 +85,7 @@ def event_key(event_id: str) -> str:
 
 @KEYS.built("zset", _GATEWAY, "the life of its newest event")
 def undelivered_key(endpoint: str) -> str:
-    """Undelivered events of an endpoint, by when each was announced in milliseconds."""
+    """Undelivered events of an endpoint, by the time of their announcement in milliseconds."""
     return f"headrace:gw:webhook:undelivered:{endpoint}"
 
 

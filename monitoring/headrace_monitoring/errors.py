@@ -6,14 +6,14 @@ class HeadraceMonitoringError(Exception):
 
 
 class HealthAddressError(HeadraceMonitoringError):
-    """The health server cannot listen where it was told to."""
+    """The health server cannot listen on its address."""
 
     def __init__(self, host: str, port: int, reason: str) -> None:
         super().__init__(f"cannot serve metrics and health on {host}:{port}: {reason}")
 
 
 class TracingError(HeadraceMonitoringError):
-    """Traces were asked for and cannot be made."""
+    """Tracing was asked for, but a package that it needs is missing."""
 
     def __init__(self, module: str) -> None:
         super().__init__(f"tracing needs the extra headrace[tracing]: module {module} is missing")
@@ -27,7 +27,7 @@ class LogLevelError(HeadraceMonitoringError):
 
 
 class PrometheusError(HeadraceMonitoringError):
-    """A Prometheus does not answer, or refuses a query."""
+    """A Prometheus server does not answer, or refuses a query."""
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(f"the Prometheus at {url} does not answer: {reason}")

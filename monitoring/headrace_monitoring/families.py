@@ -97,7 +97,7 @@ class QueueFamilies:
         )
         self.timed = make.counters(
             "queue_timed_messages_total",
-            "Messages taken, by the clock that told how long each had waited.",
+            "Messages taken, by the clock that measured their wait.",
             "clock",
             labels.CLOCKS,
         )
@@ -112,9 +112,9 @@ class QueueFamilies:
             labels.RETURN_REASONS,
         )
         self.streams_replaced = make.counter(
-            "streams_replaced_total", "Streams that no worker can have written, and that were deleted and begun anew."
+            "streams_replaced_total", "Streams that no worker can have written; they were deleted and started again."
         )
-        self.leases_lost = make.counter("leases_lost_total", "Messages that another worker took from this silent one.")
+        self.leases_lost = make.counter("leases_lost_total", "Messages that another worker took; this one was silent.")
         self.dead_lettered = make.counters(
             "queue_dead_lettered_messages_total",
             "Messages moved to the dead letters.",
@@ -135,7 +135,7 @@ class RequestFamilies:
         )
         self.resumed_across_draws = make.counter(
             "resumed_across_draws_total",
-            "Sampled requests that this worker continued with other draws than those that they were begun with.",
+            "Sampled requests that this worker continued with different draws than their earlier attempts.",
         )
         self.in_flight = make.gauge("requests_in_flight", "Requests this worker started and has not finished.")
         self.time_to_first_token = make.histogram(
@@ -256,7 +256,7 @@ class EngineFamilies:
             "engine_stall_limit_seconds", "Time without a step after which an engine with work is killed."
         )
         self.preemptions = steps.counter(
-            "engine_preemptions_total", "Requests that gave up their KV blocks to another one."
+            "engine_preemptions_total", "Requests that lost their KV blocks to another request."
         )
         self.kv_usage = steps.gauge("kv_cache_usage_ratio", "Share of the KV blocks that requests hold, 0 to 1.")
         self.kv_blocks = steps.gauges("kv_cache_blocks", "KV blocks by state.", "state", labels.BLOCK_STATES)
@@ -271,20 +271,20 @@ class EngineFamilies:
             "engine_compiled_graphs", "Graphs the engine has compiled for static shapes; constant while it serves."
         )
         self.fallback_operators = steps.gauge(
-            "engine_fallback_operators", "Operators that were computed on the CPU instead of the device; 0 is right."
+            "engine_fallback_operators", "Operators that were computed on the CPU instead of the device; should be 0."
         )
         self.warm_up_seconds = steps.gauge(
             "engine_warm_up_seconds", "Time the engine took to compile its graphs before the first request."
         )
         self.drafted = steps.counters(
             "draft_tokens_total",
-            "Tokens that speculative decoding guessed and the model verified, by their place in the draft.",
+            "Draft tokens of speculative decoding that the model checked, by their position in the draft.",
             "position",
             labels.DRAFT_POSITIONS,
         )
         self.accepted = steps.counters(
             "draft_accepted_tokens_total",
-            "Guessed tokens that were what the model drew, by their place in the draft.",
+            "Draft tokens that the model accepted, by their position in the draft.",
             "position",
             labels.DRAFT_POSITIONS,
         )
@@ -302,7 +302,7 @@ class WorkerFamilies:
         )
         self.loop_lag = make.histogram(
             "event_loop_lag_seconds",
-            "Longest time in each second that the worker's loop spent on one thing.",
+            "Longest time in each second for which the worker's loop was blocked.",
             buckets.LOOP_LAG,
         )
         self.result_seconds = make.counters(

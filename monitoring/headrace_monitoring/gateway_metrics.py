@@ -69,14 +69,14 @@ class GatewayMetrics:
             labels.WEBHOOK_OUTCOMES,
         )
         self._webhooks_undelivered = make.gauge(
-            "gateway_webhooks_undelivered", "Webhooks in Redis that are not delivered, of endpoints that are enabled."
+            "gateway_webhooks_undelivered", "Undelivered webhooks in Redis, of enabled endpoints."
         )
         self._webhooks_oldest = make.gauge(
             "gateway_webhooks_oldest_undelivered_seconds",
-            "Time since the oldest of them was announced; 0: there is none.",
+            "Time since the oldest undelivered webhook was announced; 0: there is none.",
         )
         self._webhook_endpoints_disabled = make.gauge(
-            "gateway_webhook_endpoints_disabled", "Endpoints of webhooks that answered 410 and get nothing any more."
+            "gateway_webhook_endpoints_disabled", "Webhook endpoints that answered 410 and are disabled."
         )
         self._batch_lines = make.counters(
             "gateway_batch_lines_total",
@@ -91,7 +91,7 @@ class GatewayMetrics:
         )
         self._batch_idle = make.gauge(
             "gateway_batch_idle_seconds",
-            "Longest time for which a batch of this replica has got no answer of a line.",
+            "Longest time for which a batch of this replica has received no answer.",
         )
 
     def answered(self, endpoint: labels.Endpoint, status: int | None) -> None:

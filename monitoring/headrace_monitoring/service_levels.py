@@ -148,7 +148,7 @@ class ServiceExposition(Collector):
         )
         yield _gauge(
             "queue_run_out_leases",
-            "Leases that ran out and were put back by nobody yet; any worker of the service does it.",
+            "Expired leases whose messages no worker has returned to the queue yet; any worker of the service does.",
             [(labels, model.run_out) for labels, model in of],
         )
         yield _gauge(
@@ -165,9 +165,7 @@ class ServiceExposition(Collector):
             "Unix time at which a worker last said that it serves the model; 0 if none ever did.",
             [({"model": model.model}, model.last_seen or 0.0) for model in levels.models],
         )
-        yield _gauge(
-            "exporter_models_left_out", "Registered models beyond the most shown.", [({}, levels.models_left_out)]
-        )
+        yield _gauge("exporter_models_left_out", "Registered models above the limit.", [({}, levels.models_left_out)])
 
     def _dead_by_reason(self, dead: Mapping[str, int]) -> dict[str, int]:
         counts = dict.fromkeys((*self._sets.dead_letter_reasons, OTHER), 0)
@@ -179,11 +177,11 @@ class ServiceExposition(Collector):
 
 def _redis(redis: RedisLevels) -> Iterator[Metric]:
     yield _gauge("redis_memory_used_bytes", "Memory that Redis uses.", [({}, redis.memory_used_bytes)])
-    yield _gauge("redis_memory_limit_bytes", "Redis's maxmemory; 0 is none.", [({}, redis.memory_limit_bytes)])
+    yield _gauge("redis_memory_limit_bytes", "Redis's maxmemory; 0: no limit.", [({}, redis.memory_limit_bytes)])
     yield _gauge("redis_connected_clients", "Connections to Redis.", [({}, redis.connected_clients)])
     yield _gauge(
         "redis_persistence_ok",
-        "1 while the last write of the append-only file and the last snapshot went well.",
+        "1 while the last write of the append-only file and the last snapshot succeeded.",
         [({}, redis.persistence_ok)],
     )
     yield _gauge(

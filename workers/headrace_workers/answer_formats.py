@@ -93,7 +93,7 @@ class AnswerFormats:
 
 
 def are_compatible(tool_parser: str | None, reasoning_parser: str | None) -> bool:
-    """Return whether a client can use both: the format of gpt-oss holds calls and reasoning in one."""
+    """Return whether a client can use both: the gpt-oss format combines calls and reasoning."""
     return tool_parser != HARMONY or reasoning_parser in (None, HARMONY)
 
 

@@ -47,7 +47,7 @@ def create_app(settings: WorkerSettings) -> Celery:
     def configure(*, logfile: str | None = None, colorize: bool | None = None, **_: Any) -> None:
         # Celery's own --logfile and --no-color
         configure_logging(settings.log_level, settings.log_json, file=logfile, colours=colorize is not False)
-        logging.getLogger("celery.app.trace").setLevel(logging.WARNING)  # it repeats our line of each request
+        logging.getLogger("celery.app.trace").setLevel(logging.WARNING)  # it repeats our log line of each request
         # transformers warns on stderr, outside the log, if torch is missing; a worker of another engine needs no torch
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 

@@ -1,7 +1,7 @@
 """Reconnects to Redis once a second, while the engine continues.
 
-Celery would sleep up to half a minute between attempts, on the thread that reads from the engine. After such a pause
-other workers hold this worker's leases, and its liveness probe has failed.
+Celery would sleep up to half a minute between attempts, on the thread that reads from the engine. In such a pause
+this worker loses its leases to other workers and fails its liveness probe.
 """
 
 import threading

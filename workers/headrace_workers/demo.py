@@ -1,6 +1,6 @@
 """The demo: eight streams at once from a real model, through a real queue and worker process, with checked results.
 
-Everything runs on this machine. Only the model in the user's cache remains.
+Everything runs on this machine, and only the model stays there, in the user's cache.
 """
 
 import asyncio
@@ -74,7 +74,7 @@ class Demo:
         progress: called with one sentence for each stage.
         draw: called with all answers after each chunk.
         keep: called with the report and the URL of Redis after all answers; the service ends when it returns.
-        watched: run an exporter, too, and serve metrics on their usual ports, so that a Prometheus finds them.
+        watched: also run an exporter, and serve metrics on the default ports, so that Prometheus finds them.
     """
 
     model: Path

@@ -6,7 +6,7 @@ HeadraceWorkerError
 
 
 class HeadraceWorkerError(Exception):
-    """Base class of all errors that the worker package raises on purpose."""
+    """Base class of all errors that the worker package raises deliberately."""
 
 
 class WorkerSettingsError(HeadraceWorkerError, ValueError):

@@ -1,4 +1,4 @@
-"""`Exporter`: metrics of the service's queues and its Redis, also while no worker runs.
+"""`Exporter`: metrics of the service's queues and its Redis, even while no worker runs.
 
 The exporter is a process of its own without an engine. It polls Redis at its own interval, so a scrape makes no call
 to Redis, and a slow Redis delays no scrape.
@@ -78,7 +78,7 @@ class Exporter:
             self._stopped.wait(self._interval)
 
     def stop(self) -> None:
-        """End the polling, from a signal handler or another thread."""
+        """Stop polling. Safe to call from a signal handler or another thread."""
         self._stopped.set()
 
     def poll(self) -> None:

@@ -9,7 +9,7 @@ from headrace_workers.local_process import LocalProcess
 
 
 class LocalGateway(LocalProcess):
-    """Run one `headrace gateway` while the context is entered.
+    """Run one `headrace gateway` for the length of a `with` block.
 
     Args:
         log: file for its output.

@@ -1,4 +1,4 @@
-"""`LocalProcess`: one of Headrace's own commands as a process on this machine, while a context is entered."""
+"""`LocalProcess`: runs a `headrace` command as a process on this machine, for the length of a `with` block."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ class ProcessStartError(HeadraceWorkerError):
 
 
 class LocalProcess(ABC):
-    """Run one `headrace COMMAND` while the context is entered. Subclasses define when it is ready.
+    """Run one `headrace COMMAND` for the length of a `with` block. Subclasses define when it is ready.
 
     The process leads a process group of its own, so Ctrl-C reaches only its parent. It dies with the thread that
     started it.

@@ -10,7 +10,7 @@ from headrace_workers.local_process import LocalProcess
 
 
 class LocalWorker(LocalProcess):
-    """Run one `headrace worker` while the context is entered, then drain it.
+    """Run one `headrace worker` for the length of a `with` block, then drain it.
 
     Args:
         log: file for its output.

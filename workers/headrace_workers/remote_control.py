@@ -1,7 +1,7 @@
 """The remote control commands that a worker adds to Celery's own, which are in `celery_commands.py`.
 
-`celery -A headrace_workers.app inspect engine_stats` sends one, `headrace control stats` the same. Importing this
-module registers them.
+`celery -A headrace_workers.app inspect engine_stats` and `headrace control stats`, for example, send the same command.
+Importing this module registers them.
 """
 
 import math
@@ -38,7 +38,7 @@ def resume(state: Any) -> dict[str, str]:
 
 @control_command(args=[("grace_seconds", float)], signature="[grace_seconds]")
 def drain(state: Any, grace_seconds: Any = None) -> dict[str, str]:
-    """Take no more requests and stop when all have ended; after the grace period, hand the rest back."""
+    """Take no more requests and stop when all have ended; after the grace time, requeue the rest."""
     if grace_seconds is not None and not _is_time(grace_seconds):
         return {"error": "grace_seconds must be a number of seconds, 0 or more"}
     engine_step(state).drain_and_end(grace_seconds)

@@ -48,7 +48,7 @@ NOT_SETTINGS: Final = {
 
 @dataclass(kw_only=True)
 class WorkerSettings(EngineOptions):
-    """The settings of one worker: its model, the options of its engine, and its part in the service.
+    """The settings of one worker: its model, the options of its engine, and its role in the service.
 
     `BrokerSettings` reads the broker's settings: `HEADRACE_REDIS_URL`, lease and TTL times.
     """
@@ -69,8 +69,8 @@ class WorkerSettings(EngineOptions):
     )
     queues: str = option(
         "",
-        "More served names, separated by commas; each has a queue of its own, for the same model. At each priority the "
-        "worker takes from the queue of its served name first, then from these in the given order.",
+        "Additional served names, separated by commas; each has a queue of its own, for the same model. At each "
+        "priority the worker takes from the queue of its served name first, then from these in the given order.",
         metavar="NAME,...",
     )
     tool_parser: str = option(
@@ -96,7 +96,7 @@ class WorkerSettings(EngineOptions):
     )
     lora_dir: str | None = option(
         None,
-        "A folder whose subfolders are LoRA adapters, each under its own name; add or remove them at any time.",
+        "A folder whose subfolders are LoRA adapters, served by their folder names; add or remove them at any time.",
         metavar="FOLDER",
     )
     metrics_host: str = option("127.0.0.1", "Address of /metrics and /health.", metavar="HOST")
@@ -107,10 +107,10 @@ class WorkerSettings(EngineOptions):
         metavar="A,B",
     )
     tracing: bool = option(False, "Export a trace of each request over OTLP; needs the extra headrace[tracing].")
-    grace_seconds: float = option(30.0, "How long running requests may go on after SIGTERM.", metavar="S", least=0)
+    grace_seconds: float = option(30.0, "How long running requests may continue after SIGTERM.", metavar="S", least=0)
     max_delay_seconds: float = option(
         86_400.0,
-        "A message whose ETA or countdown is further ahead is refused. A cancellation expires after a day.",
+        "Maximum delay of a message (ETA or countdown); longer ones are refused. A cancellation expires after a day.",
         metavar="S",
         least=0,
     )
@@ -142,8 +142,8 @@ class WorkerSettings(EngineOptions):
         metavar="S",
         above=0,
     )
-    log_level: str = option("INFO", "Lowest log level.", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
-    log_json: bool | None = option(None, "Log one JSON object per line. None: unless the log goes to a terminal.")
+    log_level: str = option("INFO", "Minimum log level.", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
+    log_json: bool | None = option(None, "Log one JSON object per line. None: if the log does not go to a terminal.")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Self:
@@ -234,7 +234,7 @@ class WorkerSettings(EngineOptions):
         return STALL_SECONDS if own is None else own
 
     def step_timeout(self) -> float:
-        """Return the seconds without a step after which a worker with requests is not alive, beyond `stall_limit`."""
+        """Return the seconds without a step after which a worker with requests fails its liveness probe."""
         return max(STEP_TIMEOUT_SECONDS, 2 * self.stall_limit())
 
     def _speculative_config(self) -> Mapping[str, Any] | None:

@@ -14,7 +14,7 @@ _LONGEST_PAUSE_SECONDS = 6.0
 
 
 class SteadyLoad:
-    """Send requests of two tenants, with several priorities and lengths, and read no answers.
+    """Send requests of two tenants, with several priorities and lengths, without reading the answers.
 
     Args:
         redis_url: the queue.

@@ -1,4 +1,4 @@
-"""`StreamTiming`: the latencies of one stream that a subscriber measures, and statistics of many streams."""
+"""`StreamTiming`: the latencies of one stream, as its subscriber measures them, and statistics of many streams."""
 
 import statistics
 from collections.abc import Iterable, Sequence

@@ -30,7 +30,7 @@ class TokenizerAnswers:
         self._tokenizer = tokenizer
 
     def answer(self, kind: str, body: bytes) -> bytes:
-        """Return the packed answer: the result, or the error. Raises nothing."""
+        """Return the packed answer: the result, or the error. Never raises."""
         try:
             given = unpack(body)
             result = self._detokenize(given) if kind == "detokenize" else self._tokenize(given, kind)

@@ -23,7 +23,7 @@ TAKE_SECONDS: Final = 1.0
 
 
 class AnswerCall(Protocol):
-    """Have one call answered, without blocking. `answered` gets the packed answer, on the event loop's thread."""
+    """Start to answer one call, without blocking. `answered` gets the packed answer, on the event loop's thread."""
 
     def __call__(self, kind: str, body: bytes, answered: Callable[[bytes], None], /) -> None: ...
 
@@ -31,7 +31,7 @@ class AnswerCall(Protocol):
 class TokenizerService:
     """Args:
     calls: the calls for the worker's served names.
-    answer: has one call answered.
+    answer: starts to answer one call.
     is_open: returns whether the worker takes calls now; runs on the service's thread.
     """
 
@@ -58,7 +58,7 @@ class TokenizerService:
         self._answers.put(None)
 
     def _begin(self) -> None:
-        """Have the next call answered, on the event loop's thread."""
+        """Start to answer the next call, on the event loop's thread."""
         os.read(self._wake_up, 1)
         call = self._taken.get()
         self._answer(call.kind, call.body, self._answers.put)

@@ -26,7 +26,7 @@ class Sample:
 
 
 class ServiceSampler:
-    """Take samples. Redis's errors pass through; a sample lacks the workers that do not answer in time.
+    """Take samples. A sample omits workers that do not answer in time. Raises the errors of the Redis client.
 
     Args:
         client: Redis, for the levels of the queues.
@@ -58,7 +58,7 @@ class ServiceSampler:
 
 
 def report(sample: Sample, before: Sample | None) -> dict[str, Any]:
-    """Return the sample as plain data. Rates are since the sample `before`, and None without one."""
+    """Return the sample as plain data. Rates are computed since the sample `before`; without it they are None."""
     workers = [_worker(name, answer, sample, before) for name, answer in sorted(sample.workers.items())]
     slowest = [
         {"worker": worker["name"], **request} for worker in workers for request in worker.pop("slowest_requests")

@@ -5,7 +5,7 @@
         queue wait | engine queue | prefill | decode | publish
         receive stream (the subscriber)
 
-The stages are recorded when the request has ended, from the times that the job keeps anyway. So while it runs, a
+The stages are recorded after the request has ended, from times that the job stores in any case. So while it runs, a
 traced request costs only its span. Off unless `--tracing` is given.
 """
 

@@ -1,4 +1,4 @@
-"""`BatchRun`: sends the unanswered lines of a batch, a window of them at a time, and writes their answers."""
+"""`BatchRun`: sends the unanswered lines of a batch, one window at a time, and writes their answers."""
 
 import os
 from collections.abc import AsyncIterator, Callable, Mapping

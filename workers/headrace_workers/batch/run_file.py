@@ -16,7 +16,7 @@ _SECRET: Final = re.compile(r"[0-9a-f]{32}\n")
 
 
 class RunFile:
-    """Read the file if it exists; `begin` creates it. Both raise BatchError.
+    """The constructor reads the file if it exists, and `begin` creates it. Both raise BatchError.
 
     Args:
         path: None for a run that cannot be resumed.
@@ -33,7 +33,7 @@ class RunFile:
             text = path.read_text(encoding="ascii", errors="replace") if path.exists() else ""
         except OSError as error:
             raise BatchError(f"{path} cannot be read: {error.strerror}") from None
-        if not text:  # an empty one was never used, because the secret is written before anything is sent
+        if not text:  # nothing was sent with an empty file: the secret is written first
             return
         if not _SECRET.fullmatch(text):
             raise BatchError(f"{path} is not a run file: delete it, or name another output")

@@ -1,4 +1,4 @@
-"""`headrace batch`: answer a file of requests on the queue, without a gateway. Needs no torch."""
+"""`headrace batch`: run a file of requests through the queue, without a gateway. Needs no torch."""
 
 import asyncio
 import json
@@ -27,13 +27,13 @@ _REPORT_SECONDS = 60.0
 
 @click.group()
 def batch() -> None:
-    """Answer a file of requests, in the formats of OpenAI's Batch API and of vLLM's `run-batch`."""
+    """Run a file of requests, in the formats of OpenAI's Batch API and of vLLM's `run-batch`."""
 
 
 @batch.command()
 @click.argument("source", metavar="INPUT")
 @click.argument("output", metavar="OUTPUT")
-@click.option("--errors", metavar="FILE", help="File for error answers [default: OUTPUT with .errors.jsonl].")
+@click.option("--errors", metavar="FILE", help="File for error answers [default: OUTPUT with suffix .errors.jsonl].")
 @click.option(
     "--window",
     type=click.IntRange(1, 10_000),
@@ -46,7 +46,7 @@ def batch() -> None:
     type=click.IntRange(0, 9),
     default=_DEFAULTS.priority,
     show_default=True,
-    help="0 is served first; a line may ask for a worse one.",
+    help="Priority of the lines, from 0 (served first) to 9; a line may ask to be served later.",
 )
 @options.redis_url
 @options.as_json
@@ -60,7 +60,7 @@ def run(
 
     \b
     Exit code 0: every answer is in OUTPUT.     3: every line has an answer, some are errors.
-              1: the run cannot go on.          2: INPUT was refused, and nothing was sent.
+              1: the run failed.                2: INPUT was refused, and nothing was sent.
             130: Ctrl-C (143: SIGTERM).
 
     \b
@@ -98,7 +98,7 @@ def _outcome(run: BatchRun) -> dict[str, Any]:
         asyncio.run(_until_sigterm(run))
     except (KeyboardInterrupt, asyncio.CancelledError) as error:
         number = signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM
-        message = "interrupted; the requests in the queue go on, and the same command reads their answers"
+        message = "interrupted; requests in the queue continue: run the same command again to collect their answers"
         return {"status": "interrupted", "message": message, "exit_code": 128 + number}
     except InputRefusedError as error:
         problems = {"problems": [asdict(problem) for problem in error.problems], "num_problems": error.num_problems}
@@ -126,7 +126,7 @@ class _Progress:
 
     def show(self, counts: BatchCounts) -> None:
         done = counts.completed + counts.failed
-        if self._shown is None:  # lines of earlier runs must not count in the speed
+        if self._shown is None:  # lines that an earlier run answered must not count in the speed
             self._bar.length = counts.total - done
             self._shown = done
         self._bar.update(done - self._shown, f"{counts.failed} errors" if counts.failed else "")

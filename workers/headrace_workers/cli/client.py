@@ -16,13 +16,13 @@ from headrace_workers.cli import options
 @click.command()
 @click.argument("prompt")
 @click.option("--model", metavar="NAME", help="Served name [default: the only one that is registered].")
-@click.option("--lora", metavar="NAME", help="LoRA adapter, by its name at the workers.")
+@click.option("--lora", metavar="NAME", help="Name of a LoRA adapter that the workers serve.")
 @click.option("--chat", is_flag=True, help="Send the prompt as a user message, through the model's chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: a system message before the prompt.")
 @click.option("--max-tokens", type=int, default=256, show_default=True, help="Maximum number of new tokens.")
-@click.option("--temperature", type=float, help="0 always takes the most likely token [default: 1].")
+@click.option("--temperature", type=float, help="Sampling temperature; 0 takes the most likely token [default: 1].")
 @click.option("--top-p", type=float, help="Sample from the most likely tokens up to this total probability.")
-@click.option("--seed", type=int, help="The same seed gives the same answer.")
+@click.option("--seed", type=int, help="Random seed; the same seed gives the same answer.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; may be repeated.")
 @click.option("--priority", type=click.IntRange(0, 9), default=0, show_default=True, help="0 is served first.")
 @click.option("--timeout", type=float, default=300.0, show_default=True, metavar="S", help="Longest wait for output.")
@@ -95,8 +95,8 @@ def status(request_id: str, redis_url: str, as_json: bool) -> None:
 def cancel(request_id: str, redis_url: str, as_json: bool) -> None:
     """Cancel the request REQUEST_ID: a queued one never runs, a running one stops at its next chunk.
 
-    Exit code 1 if it has already ended, or if its id is unknown: it has no stream and no result, and no message in the
-    queue of a registered model.
+    Exit code 1 if it has already ended, or if its id is unknown, which means that the request has no stream, no result
+    and no message in the queue of a registered model.
     """
     with Client(redis_url) as client:
         is_known = client.is_known(request_id)

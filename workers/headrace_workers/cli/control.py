@@ -42,11 +42,11 @@ def control(
     """Send COMMAND to all running workers, or to those named, and print their answers.
 
     \b
-    stats   show the state of the worker and its engine
-    pause   take no more requests; running ones go on
-    resume  take requests again
-    drain   take no more requests, and exit when the running ones have ended
-    log-level  change the level of the log, until the worker exits
+    stats      show the state of the worker and its engine
+    pause      take no more requests; running ones continue
+    resume     take requests again
+    drain      take no more requests, and exit when the running ones have ended
+    log-level  change the log level until the worker exits
 
     Exit code 1 if no worker answers, or if one refuses.
     """

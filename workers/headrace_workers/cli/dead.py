@@ -1,4 +1,4 @@
-"""`headrace dead-letters`: messages that no worker gets again."""
+"""`headrace dead-letters`: messages that are no longer delivered."""
 
 import json
 import time
@@ -15,7 +15,7 @@ from headrace_workers.cli import options
 
 @click.group("dead-letters")
 def dead_letters() -> None:
-    """List, inspect, requeue or delete dead letters: messages that no worker gets again.
+    """List, inspect, requeue or delete dead letters: messages that are no longer delivered to workers.
 
     A message becomes a dead letter after too many deliveries, if it kills the engine, or if it cannot be read.
     """
@@ -97,7 +97,7 @@ def _select(
     letters: list[DeadLetter], names: tuple[str, ...], everything: bool, model: str | None, reason: str | None
 ) -> list[DeadLetter]:
     if everything == bool(names):
-        raise click.UsageError("give letter ids or request ids, or else --all")
+        raise click.UsageError("give letter ids or request ids, or --all")
     known = {name for letter in letters for name in (letter.letter_id, letter.request_id)}
     missing = [name for name in names if name not in known]
     if missing:

@@ -24,7 +24,7 @@ _PANEL_LINES = 9
 @click.option(
     "--watch",
     is_flag=True,
-    help="As --keep, with a small steady load, and with metrics on the ports in monitoring/prometheus/local.yml.",
+    help="Like --keep, with a small steady load, and metrics on the ports in monitoring/prometheus/local.yml.",
 )
 def demo(keep: bool, watch: bool) -> None:
     """Show the whole service once, on this machine. Needs no Redis, no GPU and no configuration.

@@ -1,4 +1,4 @@
-"""`headrace exporter`: serve Prometheus metrics of the queues and Redis, also while no worker runs."""
+"""`headrace exporter`: serve Prometheus metrics of the queues and Redis, even while no worker runs."""
 
 import signal
 

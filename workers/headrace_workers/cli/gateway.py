@@ -58,13 +58,19 @@ def _option(name: str, description: str, **rest: Any) -> Any:
 @_option("--max-body-bytes", "Maximum size of a request's body.", type=int, default=_DEFAULTS.max_body_bytes)
 @_option(
     "--hold-status",
-    "How long a response waits for a refusal by the worker.",
+    "How long a stream's HTTP status is held back, so that a refusal by a worker can become a 400.",
     type=float,
     metavar="S",
     default=_DEFAULTS.hold_status,
 )
-@_option("--keep-alive", "Idle time before a stream's comment.", type=float, metavar="S", default=_DEFAULTS.keep_alive)
-@_option("--expires", "Expiry of a request that sets none.", type=float, metavar="S", default=_DEFAULTS.expires)
+@_option(
+    "--keep-alive",
+    "Idle time after which a stream carries a comment, for proxies.",
+    type=float,
+    metavar="S",
+    default=_DEFAULTS.keep_alive,
+)
+@_option("--expires", "Expiry time of requests that set none.", type=float, metavar="S", default=_DEFAULTS.expires)
 @_option(
     "--abandon-after",
     "Cancel a request if no client reads its answer for this long; 0: never.",
@@ -81,7 +87,7 @@ def _option(name: str, description: str, **rest: Any) -> Any:
 )
 @_option(
     "--shutdown",
-    "How long open answers go on after SIGTERM; then clients rejoin at another replica.",
+    "How long open answers may continue after SIGTERM; then clients rejoin at another replica.",
     type=float,
     metavar="S",
     default=_DEFAULTS.shutdown,
@@ -102,7 +108,7 @@ def _option(name: str, description: str, **rest: Any) -> Any:
 )
 @_option("--metrics-host", "Address of /metrics.", default="127.0.0.1")
 @_option("--metrics-port", "Port of /metrics; 0 takes a free one [default: no metrics].", type=_PORT)
-@_option("--log-level", "Lowest log level.", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]), default="INFO")
+@_option("--log-level", "Minimum log level.", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]), default="INFO")
 def gateway(
     allow_origin: tuple[str, ...], metrics_host: str, metrics_port: int | None, log_level: str, **given: Any
 ) -> None:
@@ -134,7 +140,7 @@ def gateway(
             timeout_graceful_shutdown=max(1, round(settings.shutdown)),
         )
     )
-    for number in (signal.SIGTERM, signal.SIGINT):  # the server raises them again when it has ended
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them again after its shutdown
         signal.signal(number, lambda *_: None)
     with nullcontext() if metrics_port is None else _monitor(metrics, watch, metrics_host, metrics_port) as monitor:
         if monitor is not None:
@@ -168,7 +174,7 @@ def gateway_key(name: str, tenant: str | None) -> None:
 
 @click.command("webhook-secret")
 def webhook_secret() -> None:
-    """Make a secret for the webhook file. It signs the webhooks of an endpoint; their receiver needs it, too."""
+    """Make a secret that signs the webhooks of an endpoint. The webhook file and the receiver need it."""
     click.echo(new_secret())
 
 

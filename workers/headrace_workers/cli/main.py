@@ -1,4 +1,4 @@
-"""The command group, which prints errors as one sentence without a traceback: exit code 1 (2 for wrong usage)."""
+"""The command group. It prints an error as one sentence, without a traceback: exit code 1 (2 for wrong usage)."""
 
 import sys
 from importlib import import_module
@@ -10,14 +10,14 @@ _COMMANDS = {
     "demo": ("headrace_workers.cli.demo", "demo", "Show eight live streams from a real model through a real queue."),
     "serve": ("headrace_workers.cli.serve", "serve", "Serve a model over HTTP: a queue, a worker and a gateway."),
     "worker": ("headrace_workers.cli.worker", "worker", "Serve a model: take requests from the queue."),
-    "gateway": ("headrace_workers.cli.gateway", "gateway", "Serve OpenAI's API over HTTP on the queue."),
+    "gateway": ("headrace_workers.cli.gateway", "gateway", "Serve OpenAI's API over HTTP, through the queue."),
     "gateway-key": ("headrace_workers.cli.gateway", "gateway_key", "Make an API key for the gateway."),
     "webhook-secret": ("headrace_workers.cli.gateway", "webhook_secret", "Make a secret that signs webhooks."),
     "webhook-enable": ("headrace_workers.cli.gateway", "webhook_enable", "Send webhooks to a disabled endpoint again."),
     "exporter": ("headrace_workers.cli.exporter", "exporter", "Serve metrics of the queues and Redis."),
     "top": ("headrace_workers.cli.top", "top", "Show queues and workers live in the terminal."),
     "generate": ("headrace_workers.cli.client", "generate", "Send one request and stream its answer."),
-    "batch": ("headrace_workers.cli.batch", "batch", "Answer a file of requests, without a gateway."),
+    "batch": ("headrace_workers.cli.batch", "batch", "Run a file of requests, without a gateway."),
     "status": ("headrace_workers.cli.client", "status", "Print the state of a request."),
     "cancel": ("headrace_workers.cli.client", "cancel", "Cancel a request, queued or running."),
     "control": ("headrace_workers.cli.control", "control", "Inspect running workers; pause, resume or drain them."),
@@ -66,8 +66,8 @@ class _Group(click.Group):
 def _headrace() -> None:
     """Message-queue-driven LLM inference: Celery and Redis in front of a continuous-batching engine.
 
-    Start with `headrace demo`. A service consists of a Redis, one or more `headrace worker`s, and anything that sends
-    Celery tasks, such as `headrace generate`.
+    Start with `headrace demo`. A service consists of a Redis server, one or more workers (`headrace worker`), and
+    clients that send Celery tasks, such as `headrace generate`.
     """
 
 

@@ -30,7 +30,7 @@ def queue() -> None:
 @options.redis_url
 @options.as_json
 def list_queues(model: tuple[str, ...], redis_url: str, as_json: bool) -> None:
-    """Show for each queue how many requests wait, by priority and by tenant, are delayed, running, and dead.
+    """Count each queue's requests: waiting (by priority and by tenant), delayed, running and dead.
 
     A message is counted for its tenant after a worker has sorted it: within a second, if a worker runs.
     """

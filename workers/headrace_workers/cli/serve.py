@@ -15,7 +15,7 @@ from headrace_workers.local_service import LocalService, RunningService, check_f
 
 @click.command()
 @click.option("--model", metavar="PATH_OR_NAME", default=default_model.NAME, show_default=True, help="Model to serve.")
-@click.option("--redis-url", envvar="HEADRACE_REDIS_URL", metavar="URL", help="A running Redis [default: its own].")
+@click.option("--redis-url", envvar="HEADRACE_REDIS_URL", metavar="URL", help="A running Redis [default: start one].")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address of the gateway.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port of the gateway.")
 @click.option("--keys", type=click.Path(exists=True, dir_okay=False), help="API key file; not needed on loopback.")

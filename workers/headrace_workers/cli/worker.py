@@ -19,19 +19,19 @@ from headrace_workers.settings import SETTINGS, WorkerSettings
     "--max-queued-requests-per-tenant",
     type=int,
     metavar="N",
-    help="Most requests of a tenant that may wait; further ones are refused [default: no limit].",
+    help="Maximum number of a tenant's waiting requests; further ones are refused [default: no limit].",
 )
 @click.option(
     "--ageing-seconds",
     type=float,
     metavar="S",
-    help="A request moves up one priority after each such wait; 0: never [default: 120].",
+    help="A request gains one priority step each time it has waited this long; 0: never [default: 120].",
 )
-@click.option("--prefix-affinity", is_flag=True, default=None, help="Prefer prompts with a prefix of recent ones.")
+@click.option("--prefix-affinity", is_flag=True, default=None, help="Prefer prompts that begin like recent ones.")
 @click.option(
-    "--lease-seconds", type=float, metavar="S", help="A lease that is not renewed expires after this [default: 15]."
+    "--lease-seconds", type=float, metavar="S", help="A lease expires if it is not renewed for this long [default: 15]."
 )
-@click.option("--drain", is_flag=True, help="Start no worker: drain those that run.")
+@click.option("--drain", is_flag=True, help="Drain the running workers, and start none.")
 @click.option(
     "--worker", "workers", multiple=True, metavar="NAME", help="With --drain: only this worker; may be repeated."
 )
@@ -40,7 +40,7 @@ def worker(drain: bool, workers: tuple[str, ...], **flags: Any) -> None:
 
     Every flag can also be set as an environment variable HEADRACE_<FLAG>, e.g. HEADRACE_REDIS_URL. On SIGTERM running
     requests may finish within the grace time, and the rest return to the queue; on SIGQUIT all return at once. With
-    --drain no worker is started: it does the same as `headrace control drain`.
+    --drain it starts no worker, and does the same as `headrace control drain`.
 
     \b
     Example:
@@ -60,7 +60,7 @@ def worker(drain: bool, workers: tuple[str, ...], **flags: Any) -> None:
     from headrace_workers.app import create_app
 
     settings = WorkerSettings.from_env()
-    settings.engine_config()  # invalid options, and a failed fetch of the model, end here in one sentence
+    settings.engine_config()  # raises here if an option is invalid, or if the model cannot be fetched
     app = create_app(settings)
     name = f"headrace-{settings.served_name}-{os.getpid()}@{socket.gethostname()}"
     exit_codes: list[int] = []  # Celery's command drops the exit code when it is called as a function

@@ -44,6 +44,7 @@ def exporter_of(models: int) -> ServiceExposition:
             run_out=1,
             dead={"poison": 1},
             oldest_age_seconds=12.5,
+            blocked=False,
             last_seen=900.0,
         )
         for number in range(models)

@@ -101,7 +101,7 @@ _WORKER_CONFIG: Final[dict[str, Any]] = {
     # a worker outlives any outage of its Redis
     "broker_connection_retry_on_startup": True,
     "broker_connection_max_retries": None,
-    # such as those of a server that is read-only or out of memory for a while
+    # retry the errors of a server that is read-only or out of memory for a while
     "broker_channel_error_retry": True,
 }
 

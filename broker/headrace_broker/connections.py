@@ -58,7 +58,7 @@ def connect_async(url: str, *, retries: int = 0) -> "redis.asyncio.Redis":
 
 
 class _HiredisPacking:
-    """Packs commands with hiredis, as redis-py does for threads only. An XREAD of many streams is ten times as fast."""
+    """Packs commands with hiredis, as redis-py does for threads. An XREAD of many streams is then ten times as fast."""
 
     def pack_command(self, name: str | bytes, *args: str | bytes | float) -> list[bytes]:
         return [hiredis.pack_command((*name.split(), *args))]  # a command's name may have two words

@@ -59,7 +59,7 @@ class DeadLetter:
 
     @property
     def answered_id(self) -> str | None:
-        """In `Leases.on_dead_letter`: the request whose stream and result get the error; None if it is another's."""
+        """In `Leases.on_dead_letter`: the request that gets the error; None if its id belongs to another message."""
         is_other = self.reason in _DUPLICATES or self.bound_id != self.request_id
         return None if is_other else self.bound_id
 

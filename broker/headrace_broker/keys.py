@@ -17,7 +17,7 @@ PRIORITY_SEPARATOR: Final = "\x06\x16"  # kombu's, between the queue and its ste
 ENDED_SECONDS: Final = 3600
 """The mark of a stream's end outlives the stream by this time."""
 HANDED_BACK_SECONDS: Final = 86_400
-"""Lifetime of the stream of a request that was handed back: it has to wait in the queue again."""
+"""Lifetime of a stream whose request was handed back to the queue, where it may wait for long."""
 LISTENER_SECONDS: Final = 86_400
 ENGINE_LOSSES_SECONDS: Final = 86_400
 """Long, as the message may wait for hours before the next worker takes it."""
@@ -25,7 +25,7 @@ IDEMPOTENCY_SECONDS: Final = 86_400
 HUB_SECONDS: Final = 3600
 TOKENIZER_SECONDS: Final = 10
 SHARE_SECONDS: Final = 86_400
-"""Lifetime of a tenant's service after its last message."""
+"""Lifetime of a tenant's service, the tokens that it has received, after its last message."""
 
 KEYS: Final = KeySchema(
     {
@@ -147,7 +147,7 @@ def wake_up_key(queue: str) -> str:
 
 SHARE_CLOCK_KEY: Final = KEYS.fixed(
     *("share_clock", "headrace:share:clock", "hash", _WORKER, _SHARE),
-    "By list: its virtual time, which is the service at which its last message was taken.",
+    "By list: its virtual time, which is the service at which a tenant was last served.",
 )
 SHARE_MEAN_KEY: Final = KEYS.fixed(
     *("share_mean", "headrace:share:mean", "hash", _WORKER, _SHARE),
@@ -182,7 +182,7 @@ def ended_key(request_id: str) -> str:
     return f"headrace:ended:{request_id}"
 
 
-@KEYS.built("string", ("subscriber", *_PRODUCER), f"{span(LISTENER_SECONDS)} after each touch")
+@KEYS.built("string", ("subscriber", *_PRODUCER), f"{span(LISTENER_SECONDS)} after each heartbeat")
 def listener_key(request_id: str) -> str:
     """The `abandon_after` of a request; a subscriber keeps it alive (`listeners.py`)."""
     return f"headrace:listener:{request_id}"

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _REAPED_AT_ONCE: Final = 500
 _PURGED_AT_ONCE: Final = 500
 _REFUSED_AT_ONCE: Final = 100
-"""One fetch returns about this many messages over a quota at most, as the worker has to refuse each of them."""
+"""One fetch returns at most about this many messages over a quota, as the worker has to refuse each of them."""
 _PREFIXES_KEPT: Final = 64
 _LONGEST_PREFIX: Final = 32
 """In characters; the same as in `lua/tenant_prelude.lua`."""
@@ -163,8 +163,8 @@ class Leases:
     def bind(self, message: LeasedMessage, request_id: object) -> bool:
         """Bind the request id to the message. Return False if it is another message's. Redis's errors pass through.
 
-        When they sort a message, the scripts bind the id that they can read. This call is for the others, and for those
-        that a worker of an earlier version sorted. The id in the message itself is the valid one.
+        The scripts bind the id when they sort a message, if they can read it. This call is for other messages, and for
+        those that a worker of an earlier version sorted. The id in the message itself is the valid one.
         """
         if not isinstance(request_id, str) or request_id == message.bound_id:
             return True

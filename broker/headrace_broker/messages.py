@@ -1,4 +1,4 @@
-"""The request as it is sent through the queue: a public contract. `results.py` has results, `streams.py` chunks.
+"""The request as it is sent through the queue: a public contract. `results.py` has results, `events.py` chunks.
 
 A client checks a request before it sends it. A worker checks it again, because other producers may not have. The engine
 has its own checks of sampling parameters.
@@ -81,7 +81,7 @@ class GenerateRequest:
         return {key: value for key in CHAT_OPTIONS if (value := getattr(self, key)) is not None}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the task's keyword arguments. `parse` makes an equal request of them."""
+        """Return the task's keyword arguments. `parse` converts them to an equal request."""
         kwargs: dict[str, Any] = {}
         for key in (*_PROMPT_KEYS, *CHAT_OPTIONS, "model", "lora"):
             value = getattr(self, key)

@@ -160,7 +160,7 @@ class QueueLevelReader:
 
 
 def read_tenant_level(client: "redis.Redis", queue: str, tenant: str, *, of_interest: int) -> Backlog:
-    """Count the tenant's messages in the queue; the tenant '' is that of messages without one. Redis's errors pass.
+    """Count the tenant's messages in the queue; '' stands for messages without a tenant. Redis's errors pass through.
 
     Exact up to the count `of_interest`, if at most a thousand messages are unsorted. With a Redis user that may not
     read messages, only sorted messages are counted.
@@ -197,7 +197,7 @@ def read_backlog(client: "redis.Redis", queue: str) -> Backlog:
 
 
 def read_tenants(client: "redis.Redis", queue: str) -> dict[str, int]:
-    """Count the sorted waiting messages of each tenant; slightly over 1000 tenants at most. Redis's errors pass."""
+    """Count each tenant's sorted waiting messages, for about 1000 tenants at most. Redis's errors pass through."""
     found: Any = client.zrange(waiting_key(queue), 0, -1, withscores=True)
     return {tenant.decode(errors="replace"): int(count) for tenant, count in found}
 

@@ -27,7 +27,7 @@ _FIND: Final = script("queue_find")
 def is_known(client: "redis.Redis", request_id: str, queues: Iterable[str]) -> bool:
     """Return whether the request has a stream, a mark of its end or a result, or a message in one of the queues.
 
-    Redis's errors pass through, also the one for a user that may not read messages.
+    Redis's errors pass through, including the one for a user that may not read messages.
     """
     traces = (stream_key(request_id), ended_key(request_id), result_key(request_id))
     if client.exists(*traces):

@@ -30,7 +30,7 @@ class BrokerSettings:
     max_queued_requests: int = 0
     """Clients refuse to submit to a queue that holds this many requests; 0: no limit."""
     max_queued_requests_per_tenant: int = 0
-    """The same limit for each tenant's requests in a queue; workers refuse requests of other producers beyond it."""
+    """The same limit for each tenant in a queue; workers refuse requests beyond it that other producers sent."""
     ageing_seconds: float = 120.0
     """A request gains one priority step (9, 6, 3, 0) each time it has waited this long; 0: never."""
     prefix_affinity: bool = False

@@ -35,7 +35,7 @@ _CLAIM: Final = script("stream_prelude", "stream_claim")
 _PUBLISH: Final = script("stream_prelude", "stream_publish")
 
 _ENDED: Final = 1
-_ANOTHERS: Final = 2
+_OF_ANOTHER_MESSAGE: Final = 2
 """States of a claim that `stream_claim.lua` returns."""
 
 Attempt: TypeAlias = tuple[str, int]
@@ -58,7 +58,7 @@ class Ending(StrEnum):
 
     WRITTEN = "written"
     HAD_ENDED = "had ended"
-    ANOTHERS = "another's"
+    OF_ANOTHER_MESSAGE = "of another message"
     """The stream belongs to another message with the same request id, and was not changed."""
 
 
@@ -70,7 +70,7 @@ class StreamWrite:
     attempt: int
     entry_id: str
     entry_before: str
-    """The id of the entry before this one. If an earlier attempt wrote that, this attempt's id with its token count."""
+    """The id of the previous entry, with this attempt's number even if an earlier attempt wrote that entry."""
     type: Literal["chunk", "end"]
     data: bytes = field(repr=False)
     """Packed at once, because the garbage collector does not traverse bytes."""
@@ -159,7 +159,7 @@ class Claim:
     """The right to write to a stream as `attempt`, and the entries of earlier attempts.
 
     The claim failed, and the worker must not write, in two cases. If `ended` is set, the request had already ended. If
-    `is_anothers` is true, the stream belongs to another message with the same request id.
+    `is_of_another_message` is true, the stream belongs to another message with the same request id.
     """
 
     attempt: int
@@ -167,9 +167,9 @@ class Claim:
     ended: EndEvent | None
     engine_losses: int = 0
     """Number of engine processes, of all workers, that died while they ran this request; see `engine_losses.py`."""
-    is_anothers: bool = False
+    is_of_another_message: bool = False
     has_replaced: bool = False
-    """The stream had ids that no worker writes and that leave no room for a next id. It was deleted and begun anew."""
+    """The stream had ids too high for any worker, which left no room for a next id. It was deleted and begun anew."""
 
 
 def begun_with(entries: Iterable[StreamEvent], model: ModelIdentity) -> ModelIdentity | None:
@@ -184,7 +184,7 @@ def begun_with(entries: Iterable[StreamEvent], model: ModelIdentity) -> ModelIde
 
 
 def draws_of(entries: Iterable[StreamEvent]) -> set[str]:
-    """Return the names of the draws of these entries' tokens, for the workers that gave one."""
+    """Return the `draws` of each attempt that wrote tokens among these entries, if its worker gave a name."""
     names: set[str] = set()
     current: str | None = None
     for entry in entries:
@@ -250,7 +250,7 @@ class StreamWriter:
         entries = [read_flat_entry(entry) for entry in raw]
         last = entries[-1] if state == _ENDED else None
         ended = last if isinstance(last, EndEvent) else None
-        return Claim(attempt, entries, ended, losses, state == _ANOTHERS, bool(replaced))
+        return Claim(attempt, entries, ended, losses, state == _OF_ANOTHER_MESSAGE, bool(replaced))
 
     def publish(self, writes: Iterable[StreamWrite], packed: bytes | None = None) -> dict[Attempt, WriteOutcome]:
         """Append all entries in one round trip and return the attempts that had an entry refused.
@@ -313,4 +313,4 @@ class StreamWriter:
         found = self._end(keys=keys, args=args)
         if found is None:
             return Ending.WRITTEN
-        return Ending.HAD_ENDED if found else Ending.ANOTHERS
+        return Ending.HAD_ENDED if found else Ending.OF_ANOTHER_MESSAGE

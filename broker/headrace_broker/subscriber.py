@@ -102,7 +102,7 @@ async def execute_async(client: "redis.asyncio.Redis", commands: Sequence[_Comma
 class Readers:
     """Several streams that one XREAD reads. True while any of them has not ended.
 
-    Heartbeats and checks have due times: after each read of many streams they would cost more than the entries.
+    Heartbeats and checks are sent when due: after each read of many streams they would cost more than the entries.
     """
 
     def __init__(self, last_ids: Mapping[str, str | None], timeout: float | None) -> None:
@@ -128,7 +128,7 @@ class Readers:
         return bool(self._open)
 
     def commands(self) -> list[_Command]:
-        """Return the XREADs to send together. Given the name as text, redis-py would walk the replies twice more."""
+        """Return the XREADs to send together. With names as text, redis-py would walk the replies twice more."""
         block_ms = self.block_ms()
         self._has_waited = block_ms is not None
         self._reading = dict(self._open)
@@ -176,7 +176,7 @@ class Readers:
                     yield from self._received(key, entries[again:])
 
     def _is_open(self, key: bytes, reader: "_Reader | None") -> bool:
-        """Return whether this reader is still in use. Another one may have replaced it, from another entry on."""
+        """Return whether this reader is still in use. One that begins at another entry may have replaced it."""
         return reader is not None and self._open.get(key) is reader
 
     def _received(self, key: bytes, entries: Any) -> Iterator[tuple[str, StreamEvent]]:

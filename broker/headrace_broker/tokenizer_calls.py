@@ -33,7 +33,7 @@ MAX_WAITING_CALLS: Final = 64
 MAX_CALLS_PER_CLIENT: Final = 16
 """Limit for the calls of one client in Redis. Further ones wait in the client's memory."""
 MAX_CALLS_PER_KEY: Final = 4
-"""Limit for the calls of one API key among them. Further ones wait, so that they do not delay other keys."""
+"""Limit for one API key among the calls of a client. Further ones wait, so that they do not delay other keys."""
 ANSWER_SECONDS: Final = float(TOKENIZER_SECONDS)
 _KEPT_MS: Final = 1000 * TOKENIZER_SECONDS
 _PUSH: Final = script("tokenizer_push")
@@ -85,7 +85,7 @@ class TokenizerClient:
                 milliseconds = max(1, math.ceil(1000 * (deadline - time.monotonic())))
                 args: list[bytes | int] = [packed, MAX_WAITING_CALLS, milliseconds, _KEPT_MS]
                 if not await self._push(keys=_PUSH.keys(tokenizer_calls=tokenizer_calls_key(model)), args=args):
-                    message = f"{MAX_WAITING_CALLS} tokenizer calls of {model} wait already, the limit; try again"
+                    message = f"{MAX_WAITING_CALLS} tokenizer calls of {model} wait, which is the limit; try again"
                     raise TokenizerCallError("tokenizer_unavailable", message)
                 return await self._answer(call_id, deadline)
         except TimeoutError:
@@ -120,7 +120,7 @@ class TokenizerCalls:
         self._keys: Final = [tokenizer_calls_key(model) for model in models]
 
     def take(self, seconds: float) -> TokenizerCall | None:
-        """Return the next call; None if none arrives in time, or if it is malformed or late. Redis's errors pass."""
+        """Return the next call; None if none comes in time or it is malformed or late. Redis's errors pass through."""
         popped: Any = self._client.blpop(self._keys, timeout=seconds)
         if popped is None:
             return None

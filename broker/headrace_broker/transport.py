@@ -73,7 +73,7 @@ class Turn:
         self._fd: int | None = None
 
     def begin(self, loop: Any, callback: Callable[[], object]) -> None:
-        """Call `callback` until `end`. The loop would run a callback's `call_soon` up to a second later."""
+        """Call `callback` until `end`. A `call_soon` in a callback would run up to a second later."""
         if self._loop is None:
             self._fd = os.eventfd(1) if self._fd is None else self._fd  # always readable, as nothing reads it
             self._loop = loop
@@ -259,7 +259,7 @@ class Channel(kombu_redis.Channel):
 
     def _get(self, queue: str) -> Any:
         if self._is_leased(queue):
-            raise TransportConfigurationError(f"queue {queue} is leased: consume it, single messages cannot be fetched")
+            raise TransportConfigurationError(f"queue {queue} is leased: consume it instead of getting single messages")
         return super()._get(queue)
 
     def _size(self, queue: str) -> int:

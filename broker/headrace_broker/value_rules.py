@@ -14,7 +14,7 @@ def shown(value: object) -> str:
     if value is None or isinstance(value, (bool, int, float)):
         try:
             return repr(value)[:40]
-        except ValueError:  # Python writes out no integer of more than 4300 digits
+        except ValueError:  # Python refuses to format an integer of more than 4300 digits
             return "an integer of thousands of digits"
     if isinstance(value, (str, bytes)):
         return f"{type(value).__name__} of length {len(value)}"
@@ -43,7 +43,7 @@ def is_unicode(text: str) -> bool:
 
 
 def data_problem(name: str, value: object) -> str | None:
-    """Return why a value cannot be sent as msgpack or JSON, or not be read by every worker; None if it can."""
+    """Return why a value cannot be sent as msgpack or JSON and read by every worker; None if it can."""
     waiting: list[tuple[object, int]] = [(value, 0)]
     num_values = 0
     while waiting:

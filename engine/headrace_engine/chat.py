@@ -183,7 +183,7 @@ def _read_part(name: str, part: object) -> dict[str, Any]:
     if not isinstance(part, Mapping) or not isinstance(kind, str):
         raise InvalidRequestError(f"{name} must be text, or a map with the texts type and text")
     if kind not in _TEXT_PARTS:
-        raise InvalidRequestError(f"{name} is of type {shown(kind)}, but only text is served")
+        raise InvalidRequestError(f"{name} is of type {shown(kind)}, but only text is supported")
     text = part.get(_TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise InvalidRequestError(f"{name} has no {_TEXT_PARTS[kind]}, or one that is no text")

@@ -96,7 +96,7 @@ def _read_content(path: str, content: Any, role: str, problems: Problems) -> lis
         where = f"{path}[{number}]"
         if kind not in _TEXT_PARTS:
             told = repr(kind[:40]) if isinstance(kind, str) else shown(kind)
-            problems.add(f"{where}.type", f"{where}.type is {told}, only text is supported", "unsupported")
+            problems.add(f"{where}.type", f"{where}.type is {told}, but only text is supported", "unsupported")
             continue
         problems.unknown_fields(where, part, _PART_FIELDS)
         text = part.get("refusal" if kind == "refusal" else "text")

@@ -66,7 +66,7 @@ def _joined(path: str, parts: list[Any], problems: Problems) -> str:
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
         if kind not in ("text", "refusal"):
             where = f"{path}.content[{number}].type"
-            problems.add(where, f"{where} is {named(kind)}, only text is supported", "unsupported")
+            problems.add(where, f"{where} is {named(kind)}, but only text is supported", "unsupported")
         elif not isinstance(text, str):
             where = f"{path}.content[{number}].{'refusal' if kind == 'refusal' else 'text'}"
             problems.add(where, f"{where} must be a string, not {shown(text)}")

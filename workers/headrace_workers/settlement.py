@@ -178,13 +178,13 @@ class Settlement:
         request_id = celery_request.id
         try:
             ending = self._writer.end_unclaimed(request_id, finish_reason, error, celery_request.content)
-            entries = [] if ending is Ending.ANOTHERS else self._writer.recorded(request_id)
+            entries = [] if ending is Ending.OF_ANOTHER_MESSAGE else self._writer.recorded(request_id)
         except MalformedEntryError:
             entries = []
         except REDIS_ERRORS as failure:
             self.return_to_queue(celery_request, failure)
             return False
-        if ending is Ending.ANOTHERS:
+        if ending is Ending.OF_ANOTHER_MESSAGE:
             self.reject_duplicate(request_id, celery_request)
         elif ending is Ending.HAD_ENDED:
             self._finish_recorded(celery_request, entries)

@@ -62,7 +62,7 @@ class StreamClaims:
         if claim.has_replaced:
             logger.warning("deleted a stream that no worker can have written", request_id=incoming.request_id)
             self._metrics.stream_replaced()
-        if claim.is_anothers:
+        if claim.is_of_another_message:
             self._settlement.reject_duplicate(incoming.request_id, celery_request)
             return None
         if claim.ended is not None:

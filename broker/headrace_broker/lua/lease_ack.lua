@@ -7,6 +7,6 @@ local record = record_of(id)
 revoke(id)
 forget(id)
 redis.call('HDEL', LEASE_DELIVERIES, id)
--- a problem of the level must not keep the message, so its cost is then not charged
+-- a problem of the level must not prevent the acknowledgement; the cost is then not charged
 if record and tokens and not problem_of_level(record.level) then settle(record, tokens) end
 return 1

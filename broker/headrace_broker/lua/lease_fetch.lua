@@ -4,7 +4,7 @@
 -- ARGV: count, owner, lease_seconds, delivery_limit, packed_policy, mode, num_lists
 -- LIST: in the order in which they are served. packed_policy: msgpack map of weights, ageing_seconds, quota and, with
 -- affinity, the recent prefixes of this worker. mode: 'sort' to sort first, 'sort only' to lease nothing. num_lists: take
--- only messages that arrived in the first so many lists, and leave those that aged into them; '' for all lists.
+-- only messages that arrived in that many of the first lists, not those that aged into them; '' for all lists.
 -- Returns {leased, dead, number of unsorted messages, the problem that blocks sorting or taking messages or ''}.
 -- leased: {{id, list, body, deliveries, the quota if the message exceeds it or 0, the request id bound to it or '',
 -- microseconds that it has waited or '', the list of its level, how often it was preempted}, ...}.
@@ -13,7 +13,7 @@
 local wanted, seconds, limit = tonumber(count), tonumber(lease_seconds), tonumber(delivery_limit)
 local policy, is_to_sort = cmsgpack.unpack(packed_policy), mode ~= ''
 local lists_taken_from = tonumber(num_lists)
--- With num_lists: how many messages are read to find those of the lists, in all and for each tenant.
+-- With num_lists: how many messages are read, in all and for each tenant, to find those that arrived in these lists.
 local reads_left, READS_OF_TENANT = 400, 32
 -- These limits keep the script short, however many messages are new.
 local sorts_left, bytes_left = 100, 1024 * 1024
@@ -30,13 +30,13 @@ local microseconds = time[1] * 1000000 + time[2]
 local leased, dead, num_refused = {}, {}, 0
 local problem = ''
 
--- Notes a problem. Returns whether there is one, and the script has to leave the blocked messages alone.
+-- Notes the problem, if there is one. Returns whether there is: the script then must not touch the messages it blocks.
 local function has_problem(found)
   problem = found or problem
   return found ~= nil
 end
 
--- Returns the time since it was first sorted, or since it became due if it was delayed, by this server's clock alone.
+-- Returns the microseconds, by this server's clock alone, since a message was first sorted or became due; '' if unknown.
 local function waited(record)
   local since = record.sorted and math.max(record.sorted, record.due or 0)
   return since and string.format('%.0f', math.max(0, microseconds - since)) or ''
@@ -62,7 +62,7 @@ local function shortened(body)
   if not headers then
     local head = string.sub(body, 1, LONGEST_HEADERS)
     local at = string.find(head, '"headers":', 1, true)
-    tail = at and string.match(head, '^"headers":%s*%b{}', at) -- from there alone, which takes one pass
+    tail = at and string.match(head, '^"headers":%s*%b{}', at) -- anchored there, so that it takes one pass
     tail = tail and tail .. '}'
     headers = tail and headers_in(tail)
   end
@@ -172,7 +172,7 @@ local function sort(list)
       since = since and since + 1
         or math.max(microseconds, number_in(redis.call('ZREVRANGE', sorted_ids_key(list), 0, 0, 'WITHSCORES')[2], 0) + 1)
       local queued = tonumber(redis.call('ZSCORE', waiting, tenant))
-      -- counted by its own name, even if it has to share the place of the tenant ''
+      -- counted under its own name, even if its message has to wait at the place of the tenant ''
       local is_over = policy.quota > 0
         and (queued or 0) + (redis.call('ZSCORE', delayed, tenant) or 0) >= policy.quota
       if not queued and redis.call('ZCARD', waiting) >= MOST_TENANTS then tenant = '' end
@@ -356,7 +356,7 @@ if is_to_sort then
   end
 end
 
--- Large messages are taken by the next script, so that none is long.
+-- After sorting many bytes, the messages are taken by the next script, so that no script runs long.
 if unsorted == 0 and bytes_left <= 0 and wanted > 0 then
   unsorted = 1
 elseif unsorted == 0 then

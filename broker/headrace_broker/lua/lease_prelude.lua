@@ -22,7 +22,7 @@ local function list_of(meta)
   return at and at < #meta and string.sub(meta, at + 1) or nil
 end
 
--- Removes an id from a sorted set that only tells its place: a key of the wrong type does not contain it.
+-- Removes an id from a sorted set that only indexes it. A key of the wrong type cannot contain it and is left alone.
 local function drop(key, id)
   return problem_of(key, 'zset') and 0 or redis.call('ZREM', key, id)
 end
@@ -111,7 +111,7 @@ local function count_delivery(id)
   return 1
 end
 
--- Subtracts one delivery: the fleet or the message's own ETA ended it, so it is no evidence against the message.
+-- Subtracts one delivery: a shutdown, a preemption or the message's ETA ended it, which is no fault of the message.
 local function uncount_delivery(id)
   local count = redis.pcall('HINCRBY', LEASE_DELIVERIES, id, -1)
   if type(count) ~= 'number' or count <= 0 then redis.call('HDEL', LEASE_DELIVERIES, id) end

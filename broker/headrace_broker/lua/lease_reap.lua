@@ -2,7 +2,7 @@
 -- ARGV: most
 -- Returns how many, and the problem that keeps others from being put back, or ''.
 local RETRY_SECONDS = 1
--- A server that accepts no writes has to fail here: the other workers cannot renew their leases either.
+-- This write fails if the server accepts none: then the other workers cannot renew their leases either.
 redis.call('ZREM', LEASES, '')
 local STALE_CHECKED = 100
 local expired = redis.call('ZRANGEBYSCORE', LEASES, '-inf', now(), 'LIMIT', 0, most)

@@ -4,7 +4,7 @@
 -- enqueue time of the oldest unsorted message or '', that of the oldest sorted message or '', a mark of the oldest
 -- unsorted message or '', microseconds from which the oldest sorted message waits or ''}}. A key of the wrong type counts
 -- as empty; wrong_keys.lua reports it.
-local TELLING_BYTES = 4096 -- at the end of a message, after its prompt: enough to recognize it
+local MARK_BYTES = 4096 -- at the end of a message, after its prompt: enough to recognise it
 
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
@@ -49,7 +49,7 @@ for i, list in ipairs(LIST) do
     count('ZCOUNT', held, '-inf', now) + count('ZCOUNT', delayed, '-inf', now),
     enqueued_at(oldest),
     enqueued_at(first and text('HGET', LEASE_BODIES, first)),
-    oldest and redis.sha1hex(#oldest .. string.sub(oldest, -TELLING_BYTES)) or '',
+    oldest and redis.sha1hex(#oldest .. string.sub(oldest, -MARK_BYTES)) or '',
     waits_since(first),
   }
 end

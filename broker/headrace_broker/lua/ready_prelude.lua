@@ -62,7 +62,7 @@ end
 local function enter(id, record)
   local level, tenant = record.level, record.tenant
   redis.call('ZADD', tenant_ids_key(level, tenant), record.since, id)
-  redis.call('ZADD', sorted_ids_key(level), record.since + (record.held or 0), id) -- what it ages from
+  redis.call('ZADD', sorted_ids_key(level), record.since + (record.held or 0), id) -- it ages from this time on
   redis.call('ZINCRBY', waiting_key(queue_of(level)), 1, tenant)
   if not redis.call('ZSCORE', tenants_key(level), tenant) then
     local served = number_in(redis.call('ZSCORE', served_key(level), tenant), 0)
@@ -163,7 +163,7 @@ end
 
 -- Puts a message back at its place, before the later messages of its tenant. It is charged when it is taken again.
 -- The lease is removed first: a server out of memory refuses a script whose first write may need more.
--- Returns the problem that blocks its place, and writes nothing then, or nil. `list` is nil if the lease does not name it.
+-- Returns the problem that blocks its place, without a write, or nil. `list` is nil if the lease does not name it.
 local function put_back(id, list, is_preempted)
   local record = record_of(id)
   list = record and record.list or list

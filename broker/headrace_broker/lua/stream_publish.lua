@@ -45,7 +45,7 @@ for i, write in ipairs(cmsgpack.unpack(writes)) do
   local outcome = next(refused) and refused[writer(request, id)]
   if outcome == nil and newest.err then
     if not string.find(newest.err, 'WRONGTYPE', 1, true) then return newest end
-    outcome = 'gone' -- the key holds another type: only this request ends, not the step of all
+    outcome = 'gone' -- the key holds another type: only this request fails, not all requests of the step
   elseif outcome == nil and (not newest[1] or newest[1][1] ~= before) then
     outcome = verdict(key, id, before, kind, data)
   end

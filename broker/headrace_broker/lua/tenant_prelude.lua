@@ -5,7 +5,7 @@ local function text_of(value, longest)
   return type(value) == 'string' and #value <= longest and not string.find(value, '%c') and value or nil
 end
 
--- Returns the headers in the end of a message that begins with '"headers":'; nil if they cannot be read.
+-- Returns the headers from the part of a message that begins with '"headers":'; nil if they cannot be read.
 local function headers_in(message)
   local readable, envelope = pcall(cjson.decode, '{' .. message)
   return readable and type(envelope.headers) == 'table' and envelope.headers or nil

@@ -109,7 +109,7 @@ def test_a_program_on_the_path_is_preferred(tmp_path: Path) -> None:
 
 def test_the_error_names_the_missing_program(tmp_path: Path) -> None:
     server = EmbeddedServer(environ={"PATH": str(tmp_path)}, prefer="redis-server")
-    with pytest.raises(EmbeddedServerError, match="neither redis-server or valkey-server on PATH"):
+    with pytest.raises(EmbeddedServerError, match="there is no redis-server or valkey-server on PATH"):
         server.start()
     with pytest.raises(EmbeddedServerError, match="never started"):
         _ = server.url

@@ -168,7 +168,7 @@ def test_a_message_past_its_delivery_limit_still_has_its_id_and_the_digest_of_it
     writer = StreamWriter(redis_client, 60)
     writer.claim("r", "w", content=letter.content)
     error = ErrorInfo("dead_letter", "x")
-    assert writer.end_unclaimed("r", "error", error, "of another") is Ending.ANOTHERS
+    assert writer.end_unclaimed("r", "error", error, "of another") is Ending.OF_ANOTHER_MESSAGE
     assert writer.end_unclaimed("r", "error", error, letter.content) is Ending.WRITTEN
 
 
@@ -236,7 +236,7 @@ def test_a_claim_of_other_content_reads_and_writes_nothing(redis_client: "redis.
     for _ in range(2):
         before = redis_client.xrange(stream_key("r"))
         claim = writer.claim("r", "thief", content="second")
-        assert (claim.is_anothers, claim.entries, claim.ended) == (True, [], None)
+        assert (claim.is_of_another_message, claim.entries, claim.ended) == (True, [], None)
         assert redis_client.xrange(stream_key("r")) == before
         writer.publish([StreamWrite.end("r", 1, 0, finish_reason="stop")])
     assert writer.claim("r", "w", content="first").ended is not None

@@ -10,6 +10,7 @@ from celery.states import PENDING
 from celery.worker import state as worker_state
 
 from headrace_broker.content import answer_type, dumps_result, loads_stored
+from headrace_broker.envelope import is_request_id
 from headrace_broker.errors import MalformedMessageError
 
 CONTENT_TYPE: Final = "headrace_content_type"
@@ -18,6 +19,7 @@ CONTENT_TYPE: Final = "headrace_content_type"
 COMMAND_CONTENT_TYPE: Final[ContextVar[str | None]] = ContextVar("headrace_command_content_type", default=None)
 """The content type of the remote control message that is being answered."""
 _RESULT_CONTENT_TYPE: Final[ContextVar[str | None]] = ContextVar("headrace_result_content_type", default=None)
+_RELATED_IDS: Final = ("group_id", "parent_id")
 
 
 class ContentTypeMixin:
@@ -40,6 +42,11 @@ class ContentTypeMixin:
             return super().store_result(task_id, result, state, traceback, request, **options)  # type: ignore[misc]
         finally:
             _RESULT_CONTENT_TYPE.reset(token)
+
+    def _get_result_meta(self, *args: Any, **options: Any) -> dict[str, Any]:
+        """Leave out a group's or parent's id that is no id. Clients may send any value, and some cannot be stored."""
+        meta: dict[str, Any] = super()._get_result_meta(*args, **options)  # type: ignore[misc]
+        return {name: value for name, value in meta.items() if name not in _RELATED_IDS or is_request_id(value)}
 
     def encode(self, data: Any) -> bytes:
         return dumps_result(data, answer_type(_RESULT_CONTENT_TYPE.get()))

@@ -57,6 +57,10 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
             raise InvalidTaskError("malformed message: it has no id")
         try:
             with structlog.contextvars.bound_contextvars(**_about(message)), _registration(message):
+                if (
+                    body is not None
+                ):  # of protocol 1, as the headers have no task; it would be converted with a valid id
+                    raise MalformedMessageError("its headers have no task, and its body has no valid id of protocol 1")
                 _leave_undecoded(message)
                 message.headers.pop("shadow", None)  # a task name from the sender, which Celery would log and announce
                 return handler(message, body, ack, reject, callbacks, **rest)

@@ -34,6 +34,15 @@ def assert_refused(service: Service, request_id: str, result: dict[str, Any], co
         assert word in result["error"]["message"]
 
 
+def without(odd: dict[str, Any], *path: str) -> dict[str, Any]:
+    inner = odd
+    for key in path[:-1]:
+        inner = inner[key]
+    del inner[path[-1]]
+    return odd
+
+
+OF_PROTOCOL_1 = {"task": "headrace.generate", "args": [], "kwargs": {"prompt": "x"}, "timelimit": 5}
 IN_AN_HOUR = (datetime.now(UTC) + timedelta(hours=1)).isoformat()
 HI = [{"role": "user", "content": "hi"}]
 
@@ -104,6 +113,10 @@ def test_positional_arguments_are_refused(service: Service) -> None:
         message(GOOD_BODY, timelimit=5, eta=IN_AN_HOUR),
         message(GOOD_BODY, timelimit=[1, 2, 3], eta=IN_AN_HOUR),
         message(GOOD_BODY, eta=[]),
+        *(
+            without(message(msgpack.packb({**OF_PROTOCOL_1, "id": odd})), "headers", "task")
+            for odd in (5, True, "", 3.5)
+        ),
         message(GOOD_BODY, eta="9999-12-31T23:59:59-14:00"),
         message(GOOD_BODY, eta="yesterday"),
     ],
@@ -119,14 +132,6 @@ def test_a_message_that_celery_cannot_read_is_answered_by_its_id(service: Servic
     assert_still_serves(service)
     assert service.inspected("query_task", ids=[request_id]) == {}
     assert service.inspected("reserved") == []
-
-
-def without(odd: dict[str, Any], *path: str) -> dict[str, Any]:
-    inner = odd
-    for key in path[:-1]:
-        inner = inner[key]
-    del inner[path[-1]]
-    return odd
 
 
 @pytest.mark.parametrize(
@@ -169,6 +174,9 @@ def test_a_message_without_an_id_becomes_a_dead_letter(service: Service, raw: by
         {"enqueued_at": True},
         {"tenant": {"a": [1]}, "idempotency_key": 5},
         {"retries": "many"},
+        {"group": "lone \ud83d"},
+        {"parent_id": "lone \ud83d"},
+        {"group": 10**400, "parent_id": {"a": [1]}},
     ],
     ids=lambda headers: "",
 )

@@ -21,20 +21,18 @@ def _requests() -> Row:
     return {
         "Requests in the engine": graph(
             "Running in the batch, waiting for KV blocks or a place; and what workers hold in flight.",
-            "none",
             ("sum by (state) (headrace_engine_requests{@})", "{{state}}"),
             ("sum(headrace_requests_in_flight{@})", "in flight"),
         ),
         "Requests with adapters": graph(
             "Requests inside the engine by LoRA adapter; those that wait may wait for their adapter's turn.",
-            "none",
             ("sum by (adapter, state) (headrace_engine_lora_requests{@})", "{{adapter}} {{state}}"),
         ),
         "Tokens by source": graph(
             "Prompt tokens computed or found in the prefix cache, and tokens generated.",
-            "suffix: tokens/s",
             (rate("prompt_tokens_total", "source"), "prompt {{source}}"),
             (rate("generation_tokens_total"), "generated"),
+            unit="suffix: tokens/s",
         ),
         "Engine time to first token": latency(
             "From the start in the engine until the first token: the waiting for a batch and the prefill.",
@@ -51,28 +49,28 @@ def _requests() -> Row:
 
 def _steps() -> Row:
     return {
-        "Tokens a step": graph("The size of a batch in tokens.", "none", *quantiles("engine_step_tokens")),
-        "Requests a step": graph("The size of a batch in requests.", "none", *quantiles("engine_step_requests")),
+        "Tokens a step": graph("The size of a batch in tokens.", *quantiles("engine_step_tokens")),
+        "Requests a step": graph("The size of a batch in requests.", *quantiles("engine_step_requests")),
         "Step time by kind, p95": graph(
             "Steps that only prefill, only decode, or do both.",
-            "s",
             (quantile(0.95, "engine_step_seconds", "kind"), "{{kind}}"),
+            unit="s",
         ),
         "Loop phases": stack(
             "Share of wall time that the step loop of a worker spends in each phase; what is missing to 100% is idle.",
-            "percentunit",
             ("avg by (phase) (rate(headrace_engine_phase_seconds_total{@}[$__rate_interval]))", "{{phase}}"),
+            unit="percentunit",
         ),
         "Results": stack(
             "Share of wall time that the worker's own loop, beside the engine, spends on text and on publishing.",
-            "percentunit",
             ("avg by (phase) (rate(headrace_worker_result_seconds_total{@}[$__rate_interval]))", "{{phase}}"),
+            unit="percentunit",
         ),
         "Time since the last step": graph(
             "Grows while idle, which is harmless. With requests in flight it means a stalled engine.",
-            "s",
             ("time() - headrace_engine_last_step_timestamp_seconds{@}", "{{instance}}"),
             ("headrace_engine_stall_limit_seconds{@}", "limit: {{instance}}"),
+            unit="s",
         ),
     }
 
@@ -86,13 +84,12 @@ def _memory() -> Row:
         ),
         "KV blocks": stack(
             "Held by requests, kept for the prefix cache, and free.",
-            "none",
             ("sum by (state) (headrace_kv_cache_blocks{@})", "{{state}}"),
         ),
         "Preemptions": graph(
             "Requests a second that gave up their KV blocks to another one. More than a few mean too little KV memory.",
-            "ops",
             (rate("engine_preemptions_total"), "preemptions"),
+            unit="ops",
         ),
         "Prefix cache hit rate": share(
             "Share of the prompt tokens looked up that were found.", (f"{hit} / {queried}", "hit rate")
@@ -121,18 +118,16 @@ def _model() -> Row:
         "Compiled graphs": graph(
             "Devices with static shapes only: graphs by worker, constant while it serves; and how many operators ran "
             "on the CPU instead of the device, which must be 0.",
-            "none",
             ("headrace_engine_compiled_graphs{@}", "{{instance}} graphs"),
             ("headrace_engine_fallback_operators{@}", "{{instance}} operators on the CPU"),
         ),
         "Warm-up": graph(
             "Devices with static shapes only: how long the graphs took to compile before the first request, by worker.",
-            "s",
             ("headrace_engine_warm_up_seconds{@}", "{{instance}}"),
+            unit="s",
         ),
         "Workers by model, device and engine": stack(
             "The model as the engine loaded it: architecture, precision, device, attention, engine and its version.",
-            "none",
             (
                 f"sum by ({', '.join(loaded)}) (headrace_model_info{{@}})",
                 " ".join(f"{{{{{label}}}}}" for label in loaded),

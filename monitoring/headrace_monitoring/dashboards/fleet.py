@@ -40,21 +40,20 @@ def _workers() -> Row:
         ),
         "Slots": stack(
             "Request slots of all workers. No free slot means that the backlog waits in Redis.",
-            "none",
             ("sum by (state) (headrace_worker_slots{@})", "{{state}}"),
         ),
         "Engine restarts (1 h)": graph(
-            "Engine processes replaced, by reason.", "none", increase_by("engine_restarts_total", "reason")
+            "Engine processes replaced, by reason.", increase_by("engine_restarts_total", "reason")
         ),
         "Time since the last heartbeat": graph(
             "The loop that does the work ticks it; a growing age is a stuck worker.",
-            "s",
             ("time() - headrace_worker_heartbeat_timestamp_seconds{@}", "{{instance}}"),
+            unit="s",
         ),
         "Event loop lag, p99": graph(
             "Longest time in each second that a worker's loop spent on one thing. Long lags lose leases.",
-            "s",
             (quantile(0.99, "event_loop_lag_seconds", "instance"), "{{instance}}"),
+            unit="s",
         ),
     }
 
@@ -63,32 +62,26 @@ def _deliveries() -> Row:
     return {
         "Leases lost (1 h)": graph(
             "Messages that another worker took because this one was silent for longer than its lease.",
-            "none",
             increase_by("leases_lost_total", "instance"),
         ),
         "Messages given back (1 h)": graph(
             "By reason: not_ready, redis, drain and cleared are the fleet's own doing, the others count as a delivery.",
-            "none",
             increase_by("queue_returned_messages_total", "reason"),
         ),
         "Streams replaced (1 h)": graph(
             "Streams with ids behind which nothing can come; no worker writes these.",
-            "none",
             increase_by("streams_replaced_total", "instance"),
         ),
         "Streams deleted (1 h)": graph(
             "Streams that somebody deleted, or Redis lost, under a running request; it ends as expired.",
-            "none",
             increase_by("streams_gone_total", "instance"),
         ),
         "Resumed across draws (1 h)": graph(
             "Sampled requests continued by an engine that draws otherwise: their tokens are as random, but others.",
-            "none",
             increase_by("resumed_across_draws_total", "instance"),
         ),
         "Leases that ran out": graph(
             "Messages in dead hands that nobody has put back yet; any worker does it, in seconds. From the exporter.",
-            "none",
             (queue_level("queue_run_out_leases", "queue"), "{{queue}}"),
         ),
         "Queue served": states(
@@ -97,13 +90,13 @@ def _deliveries() -> Row:
         ),
         "Time since a worker served the model": graph(
             "Workers say so every minute. From the exporter.",
-            "s",
             ('time() - max by (model) (headrace_model_last_seen_timestamp_seconds{model=~"$model"})', "{{model}}"),
+            unit="s",
         ),
         "Stream entries": graph(
             "Entries a second that Redis took from workers.",
-            "suffix: entries/s",
             rate_by("stream_entries_total", "instance"),
+            unit="suffix: entries/s",
         ),
     }
 
@@ -112,27 +105,25 @@ def _redis() -> Row:
     return {
         "Redis memory": graph(
             "Used, and the most that Redis may use (0: no limit). From the exporter.",
-            "bytes",
             ("headrace_redis_memory_used_bytes", "used"),
             ("headrace_redis_memory_limit_bytes", "limit"),
+            unit="bytes",
         ),
         "Redis round trip, p99": graph(
             "By command, seen from the workers.",
-            "s",
             (quantile(0.99, "redis_command_seconds", "command"), "{{command}}"),
+            unit="s",
         ),
         "Redis errors": graph(
-            "Commands a second that failed, by command.", "ops", rate_by("redis_errors_total", "command")
+            "Commands a second that failed, by command.", rate_by("redis_errors_total", "command"), unit="ops"
         ),
         "Redis connections": graph(
             "Open connections, and those refused within the hour. From the exporter.",
-            "none",
             ("headrace_redis_connected_clients", "connected"),
             ("increase(headrace_redis_rejected_connections_total[1h])", "refused (1 h)"),
         ),
         "Keys dropped by Redis (1 h)": graph(
             "Each is a message, a stream or a result lost: the eviction policy must be noeviction. From the exporter.",
-            "none",
             ("increase(headrace_redis_evicted_keys_total[1h])", "dropped"),
             ("headrace_redis_may_evict", "allowed by the policy (1) or not (0)"),
         ),
@@ -147,29 +138,27 @@ def _processes() -> Row:
     return {
         "CPU": graph(
             "CPU time of the worker process, without the engine process; 100% is one core.",
-            "percentunit",
             ("rate(process_cpu_seconds_total{@process}[$__rate_interval])", "{{instance}}"),
+            unit="percentunit",
         ),
         "Memory": graph(
             "Resident memory of the worker process, without the engine process.",
-            "bytes",
             ("process_resident_memory_bytes{@process}", "{{instance}}"),
+            unit="bytes",
         ),
         "Processes by version": stack(
             "Two versions at once are a rollout under way.",
-            "none",
             ("sum by (version) (headrace_build_info{@})", "workers {{version}}"),
             ("sum by (version) (headrace_exporter_build_info)", "exporters {{version}}"),
         ),
         "Exporter's looks at Redis": graph(
             "How long the last one took, and how long ago it was.",
-            "s",
             ("headrace_exporter_poll_seconds", "duration"),
             ("time() - headrace_exporter_poll_timestamp_seconds", "age"),
+            unit="s",
         ),
         "Exporter's failures (1 h)": graph(
             "Looks at Redis that it did not answer, and registered models beyond the 100 that are shown.",
-            "none",
             ("increase(headrace_exporter_poll_failures_total[1h])", "failures"),
             ("headrace_exporter_models_left_out", "models left out"),
         ),

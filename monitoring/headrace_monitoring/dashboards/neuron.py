@@ -28,18 +28,18 @@ def _cores() -> Row:
     return {
         "NeuronCore utilisation": graph(
             "Share of the time that each core computes.",
-            "percentunit",
             ("avg by (instance, neuroncore) (neuroncore_utilization_ratio{@neuron})", "{{instance}} {{neuroncore}}"),
+            unit="percentunit",
         ),
         "Device memory by use": stack(
             "Of all cores: weights and K/V memory are tensors, compiled graphs are model code and scratchpad.",
-            "bytes",
             *[(f"sum(neuroncore_memory_usage_{use}{{@neuron}})", use.replace("_", " ")) for use in _MEMORY],
+            unit="bytes",
         ),
         "Memory of the Neuron runtime": graph(
             "On the host and on the devices.",
-            "bytes",
             ("sum by (memory_location) (neuron_runtime_memory_used_bytes{@neuron})", "{{memory_location}}"),
+            unit="bytes",
         ),
     }
 
@@ -48,23 +48,23 @@ def _executions() -> Row:
     return {
         "Execution latency": graph(
             "Time of one graph on the device, by percentile.",
-            "s",
             ("max by (percentile) (execution_latency_seconds{@neuron})", "{{percentile}}"),
+            unit="s",
         ),
         "Executions": graph(
             "Graphs a second by how they ended; timed_out and failed_to_queue should be 0.",
-            "ops",
             _rate_by("execution_status_total", "status_type"),
+            unit="ops",
         ),
         "Errors of executions": graph(
             "Errors a second by type; hardware and runtime speak of a device that fails.",
-            "ops",
             _rate_by("execution_errors_total", "error_type"),
+            unit="ops",
         ),
         "Memory errors of the hardware": graph(
             "ECC events a second by type; uncorrected ones speak of a device that fails.",
-            "ops",
             (f'sum by (event_type) (rate({{__name__=~"{_ECC}",@neuron}}[$__rate_interval]))', "{{event_type}}"),
+            unit="ops",
         ),
     }
 

@@ -76,37 +76,35 @@ def _queue() -> Row:
     return {
         "Messages by state": graph(
             "Levels in Redis: ready to be taken, leased by a worker (unacked), dead letters.",
-            "none",
             (queue_level("queue_messages", "queue, state"), "{{queue}} {{state}}"),
         ),
         "Ready messages by priority": stack(
             "Priority 0 goes first. Priorities between two steps share the lower step's list. From the exporter.",
-            "none",
             (f"sum by (priority) ({queue_level('queue_ready_messages', 'queue, priority')})", "priority {{priority}}"),
         ),
         "Age of the oldest ready message": graph(
             "How long the message next in line has waited. Rises steadily when nobody takes messages.",
-            "s",
             (queue_level("queue_oldest_message_age_seconds", "queue"), "{{queue}}"),
+            unit="s",
         ),
         "Queue wait": latency("From enqueue until a worker took the message.", "queue_wait_seconds"),
         "Queue wait by priority, p95": graph(
             "Priorities between two steps share the lower step's list.",
-            "s",
             (quantile(0.95, "queue_wait_seconds", "priority"), "priority {{priority}}"),
+            unit="s",
         ),
         "Messages in and out": graph(
             "Taken from the queue, ended, and taken again after another worker had not finished.",
-            "mps",
             (rate("queue_received_messages_total"), "received"),
             (rate("queue_timed_messages_total", "clock"), "waited by the clock of {{clock}}"),
             (rate("requests_total"), "ended"),
             (rate("queue_redelivered_messages_total"), "redelivered"),
+            unit="mps",
         ),
         "Time to drain the queue": graph(
             "Ready messages divided by the rate at which requests ended in the last 5 minutes.",
-            "s",
             (f"{ready} / sum(rate(headrace_requests_total{{@}}[5m]))", "drain time"),
+            unit="s",
         ),
     }
 
@@ -127,11 +125,11 @@ def _latency() -> Row:
         "Time to first token, distribution": distribution("Requests by time to first token.", "s", ttft),
         "Where the time goes, means": stack(
             "The stages of a request one after the other: queue, engine's queue, prefill, decode.",
-            "s",
             (mean("queue_wait_seconds"), "queue"),
             (mean("engine_queue_seconds"), "engine's queue"),
             (mean("engine_prefill_seconds"), "prefill"),
             (mean("engine_decode_seconds"), "decode"),
+            unit="s",
         ),
     }
 
@@ -140,20 +138,18 @@ def _outcomes() -> Row:
     return {
         "Requests by outcome": stack(
             "How streams ended. Rejected requests were refused as invalid; errors are ours.",
-            "reqps",
             rate_by("requests_total", "outcome"),
+            unit="reqps",
             colours=OUTCOMES,
         ),
         "Prompt length": distribution("Requests by prompt tokens.", "none", "request_prompt_tokens"),
         "Generated length": distribution("Requests by generated tokens.", "none", "request_generation_tokens"),
         "Dead letters (1 h)": graph(
             "Messages given up, by reason, as workers counted them. Each needs a look.",
-            "none",
             ("sum by (reason) (increase(headrace_queue_dead_lettered_messages_total{@}[1h]))", "{{reason}}"),
         ),
         "Dead letters kept": graph(
             "What lies in the list of dead letters now, by reason. From the exporter.",
-            "none",
             (queue_level("queue_dead_letters", "queue, reason"), "{{queue}} {{reason}}"),
         ),
     }

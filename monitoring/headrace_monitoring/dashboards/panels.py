@@ -37,7 +37,7 @@ Thresholds = Sequence[tuple[float | None, str]]
 """From which value on, and the colour; the first with None."""
 
 
-def graph(description: str, unit: str, *queries: Query) -> timeseries.Panel:
+def graph(description: str, *queries: Query, unit: str = "none") -> timeseries.Panel:
     """Lines over time."""
     panel = timeseries.Panel().description(description).unit(unit).min(0).fill_opacity(5).height(8)
     for query in queries:
@@ -45,12 +45,12 @@ def graph(description: str, unit: str, *queries: Query) -> timeseries.Panel:
     return panel
 
 
-def stack(description: str, unit: str, *queries: Query, colours: Mapping[str, str] | None = None) -> Panel:
+def stack(description: str, *queries: Query, unit: str = "none", colours: Mapping[str, str] | None = None) -> Panel:
     """Lines over time, each on the sum of those below it.
 
     `colours` are those of legends that mean something good or bad; the others get the palette's, in their order.
     """
-    panel = graph(description, unit, *queries).fill_opacity(30)
+    panel = graph(description, *queries, unit=unit).fill_opacity(30)
     panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL))
     for legend, colour in (colours or {}).items():
         fixed = dashboard.FieldColor().mode(FieldColorModeId.FIXED).fixed_color(colour).build()
@@ -60,14 +60,14 @@ def stack(description: str, unit: str, *queries: Query, colours: Mapping[str, st
 
 def share(description: str, *queries: Query) -> Panel:
     """Shares of a whole over time, on a scale that always ends at 100%."""
-    return graph(description, "percentunit", *queries).max(1)
+    return graph(description, *queries, unit="percentunit").max(1)
 
 
 def latency(description: str, histogram: str) -> Panel:
     """Quantiles and mean of a histogram of seconds, and dots that lead to the traces of single requests."""
     first, *others = quantiles(histogram)
     # all queries read one histogram: its exemplars once are enough
-    panel = graph(description, "s").with_target(_target(*first).exemplar(True))
+    panel = graph(description, unit="s").with_target(_target(*first).exemplar(True))
     for query in others:
         panel.with_target(_target(*query))
     return panel

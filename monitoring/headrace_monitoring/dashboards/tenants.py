@@ -20,17 +20,17 @@ def dashboard() -> sdk.Dashboard:
 def _share() -> Row:
     return {
         "Requests by tenant": stack(
-            "Requests a second whose stream ended.", "reqps", rate_by("tenant_requests_total", "tenant")
+            "Requests a second whose stream ended.", rate_by("tenant_requests_total", "tenant"), unit="reqps"
         ),
         "Generated tokens by tenant": stack(
             "Tokens a second of requests that have ended.",
-            "suffix: tokens/s",
             rate_by("tenant_tokens_total", "tenant", ',kind="generated"'),
+            unit="suffix: tokens/s",
         ),
         "Prompt tokens by tenant": stack(
             "Tokens a second of requests that have ended, cached ones among them.",
-            "suffix: tokens/s",
             rate_by("tenant_tokens_total", "tenant", ',kind="prompt"'),
+            unit="suffix: tokens/s",
         ),
     }
 
@@ -41,22 +41,21 @@ def _service() -> Row:
     return {
         "Waiting messages by tenant": stack(
             "Messages in the queue, without those that no worker has sorted yet.",
-            "none",
             (f"sum by (tenant) ({queued})", "{{tenant}}"),
         ),
         "Queue wait by tenant, p95": graph(
             "From enqueue until a worker took the message.",
-            "s",
             (quantile(0.95, "tenant_queue_wait_seconds", "tenant"), "{{tenant}}"),
+            unit="s",
         ),
         "Queue wait by tenant, mean": graph(
             "From enqueue until a worker took the message.",
-            "s",
             (mean("tenant_queue_wait_seconds", "tenant"), "{{tenant}}"),
+            unit="s",
         ),
         "Requests not served, by tenant": stack(
             "Requests a second that were cancelled, expired, refused, or ended with an error.",
-            "reqps",
             (failed, "{{tenant}}"),
+            unit="reqps",
         ),
     }

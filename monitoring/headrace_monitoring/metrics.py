@@ -130,10 +130,7 @@ class Metrics:
         self._worker = WorkerFamilies(make, self._sets)
         self._tenants = TenantFamilies(make, self._sets)
         self.totals = Totals()
-        build_info = Gauge(
-            PREFIX + "build_info", "Version of the worker.", ("model", "version"), registry=self.registry
-        )
-        build_info.labels(model, version).set(1)
+        make.gauges("build_info", "Version of the worker.", version=(version,))[version].set(1)
         self._model = model
         self._model_info = Gauge(
             PREFIX + "model_info",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -30,7 +30,10 @@ class RepeatingHistogram(Histogram):
 
 
 class FamilyFactory:
-    """Declares families with constant labels, and creates all their children at once."""
+    """Declares families with constant labels, and creates all their children at once.
+
+    The keyword arguments of its methods are further labels, each with all values that it can have.
+    """
 
     def __init__(self, registry: CollectorRegistry, **constant_labels: str) -> None:
         self._registry = registry
@@ -41,40 +44,34 @@ class FamilyFactory:
         family = Counter(PREFIX + name, documentation, self._names, registry=self._registry)
         return family.labels(*self._values) if self._names else family
 
-    def counters(self, name: str, documentation: str, label: str, values: Sequence[str]) -> dict[str, Counter]:
-        family = Counter(PREFIX + name, documentation, (*self._names, label), registry=self._registry)
-        return {value: family.labels(*self._values, value) for value in values}
+    def counters(self, name: str, documentation: str, /, **label: Sequence[str]) -> dict[str, Counter]:
+        return {value: child for (value,), child in self.grid(name, documentation, **label).items()}
 
-    def grid(
-        self, name: str, documentation: str, values: Mapping[str, Sequence[str]]
-    ) -> dict[tuple[str, ...], Counter]:
+    def grid(self, name: str, documentation: str, /, **labels: Sequence[str]) -> dict[tuple[str, ...], Counter]:
         """A counter for every combination of label values."""
-        family = Counter(PREFIX + name, documentation, (*self._names, *values), registry=self._registry)
-        return {cell: family.labels(*self._values, *cell) for cell in itertools.product(*values.values())}
+        family = Counter(PREFIX + name, documentation, (*self._names, *labels), registry=self._registry)
+        return {cell: family.labels(*self._values, *cell) for cell in itertools.product(*labels.values())}
 
     def gauge(self, name: str, documentation: str) -> Gauge:
         family = Gauge(PREFIX + name, documentation, self._names, registry=self._registry)
         return family.labels(*self._values) if self._names else family
 
-    def gauges(self, name: str, documentation: str, label: str, values: Sequence[str]) -> dict[str, Gauge]:
-        family = Gauge(PREFIX + name, documentation, (*self._names, label), registry=self._registry)
-        return {value: family.labels(*self._values, value) for value in values}
+    def gauges(self, name: str, documentation: str, /, **label: Sequence[str]) -> dict[str, Gauge]:
+        return {value: child for (value,), child in self.gauge_grid(name, documentation, **label).items()}
 
-    def gauge_grid(
-        self, name: str, documentation: str, values: Mapping[str, Sequence[str]]
-    ) -> dict[tuple[str, ...], Gauge]:
+    def gauge_grid(self, name: str, documentation: str, /, **labels: Sequence[str]) -> dict[tuple[str, ...], Gauge]:
         """A gauge for every combination of label values."""
-        family = Gauge(PREFIX + name, documentation, (*self._names, *values), registry=self._registry)
-        return {cell: family.labels(*self._values, *cell) for cell in itertools.product(*values.values())}
+        family = Gauge(PREFIX + name, documentation, (*self._names, *labels), registry=self._registry)
+        return {cell: family.labels(*self._values, *cell) for cell in itertools.product(*labels.values())}
 
     def histogram(self, name: str, documentation: str, bounds: Sequence[float]) -> RepeatingHistogram:
         family = RepeatingHistogram(PREFIX + name, documentation, self._names, registry=self._registry, buckets=bounds)
         return family.labels(*self._values) if self._names else family
 
     def histograms(
-        self, name: str, documentation: str, bounds: Sequence[float], label: str, values: Sequence[str]
+        self, name: str, documentation: str, bounds: Sequence[float], /, **label: Sequence[str]
     ) -> dict[str, Histogram]:
-        names = (*self._names, label)
+        names, (values,) = (*self._names, *label), label.values()
         family = Histogram(PREFIX + name, documentation, names, registry=self._registry, buckets=bounds)
         return {value: family.labels(*self._values, value) for value in values}
 
@@ -83,7 +80,7 @@ class QueueFamilies:
     """The backlog in Redis, and what this worker took from it."""
 
     def __init__(self, make: FamilyFactory, sets: labels.LabelSets) -> None:
-        self.messages = make.gauges("queue_messages", "Messages of the queue by state.", "state", labels.MESSAGE_STATES)
+        self.messages = make.gauges("queue_messages", "Messages of the queue by state.", state=labels.MESSAGE_STATES)
         self.oldest_age = make.gauge(
             "queue_oldest_message_age_seconds", "Age of the oldest ready message; 0 when none is ready."
         )
@@ -92,14 +89,12 @@ class QueueFamilies:
             "queue_wait_seconds",
             "Time for which a message waited in the queue until a worker took it.",
             buckets.QUEUE_WAIT,
-            "priority",
-            [str(step) for step in sets.priority_steps],
+            priority=[str(step) for step in sets.priority_steps],
         )
         self.timed = make.counters(
             "queue_timed_messages_total",
             "Messages taken, by the clock that measured their wait.",
-            "clock",
-            labels.CLOCKS,
+            clock=labels.CLOCKS,
         )
         self.received = make.counter("queue_received_messages_total", "Messages this worker took from the queue.")
         self.redelivered = make.counter(
@@ -108,8 +103,7 @@ class QueueFamilies:
         self.returned = make.counters(
             "queue_returned_messages_total",
             "Messages that this worker gave back to the queue.",
-            "reason",
-            labels.RETURN_REASONS,
+            reason=labels.RETURN_REASONS,
         )
         self.streams_replaced = make.counter(
             "streams_replaced_total", "Streams that no worker can have written; they were deleted and started again."
@@ -118,17 +112,16 @@ class QueueFamilies:
         self.dead_lettered = make.counters(
             "queue_dead_lettered_messages_total",
             "Messages moved to the dead letters.",
-            "reason",
-            (*sets.dead_letter_reasons, labels.OTHER),
+            reason=(*sets.dead_letter_reasons, labels.OTHER),
         )
 
 
 class RequestFamilies:
-    """What happened to requests, as their subscribers see it. `steps` makes what an engine's steps tell."""
+    """What happened to requests, as their subscribers see it."""
 
-    def __init__(self, make: FamilyFactory, steps: FamilyFactory) -> None:
+    def __init__(self, make: FamilyFactory) -> None:
         self.finished = make.counters(
-            "requests_total", "Requests whose stream ended, by outcome.", "outcome", labels.OUTCOMES
+            "requests_total", "Requests whose stream ended, by outcome.", outcome=labels.OUTCOMES
         )
         self.streams_gone = make.counter(
             "streams_gone_total", "Streams that were deleted, or lost by Redis, under a running request."
@@ -169,8 +162,7 @@ class RequestFamilies:
         self.prompt_tokens = make.counters(
             "prompt_tokens_total",
             "Prompt tokens of finished requests, by whether they were computed or came from the prefix cache.",
-            "source",
-            labels.PROMPT_SOURCES,
+            source=labels.PROMPT_SOURCES,
         )
         self.generation_tokens = make.counter("generation_tokens_total", "Tokens published by this worker.")
         self.time_per_output_token = make.histogram(
@@ -178,15 +170,21 @@ class RequestFamilies:
             "Mean time of a request between two of its tokens; outcomes stop and length only.",
             buckets.INTER_TOKEN_LATENCY,
         )
-        self.engine_queue = steps.histogram(
+
+
+class StageFamilies:
+    """How long each stage of a request in the engine took. `steps` makes the families that an engine's steps report."""
+
+    def __init__(self, make: FamilyFactory, steps: FamilyFactory) -> None:
+        self.queue = steps.histogram(
             "engine_queue_seconds", "Time of a request in the engine before its first step.", buckets.ENGINE_STAGE
         )
-        self.engine_prefill = steps.histogram(
+        self.prefill = steps.histogram(
             "engine_prefill_seconds",
             "Time of a request from its first step until its first token.",
             buckets.ENGINE_STAGE,
         )
-        self.engine_decode = make.histogram(
+        self.decode = make.histogram(
             "engine_decode_seconds",
             "Time of a request from its first to its last token; outcomes stop and length only.",
             buckets.ENGINE_STAGE,
@@ -201,22 +199,23 @@ class TenantFamilies:
         self.requests = make.grid(
             "tenant_requests_total",
             "Requests whose stream ended, by tenant and outcome.",
-            {"tenant": tenants, "outcome": labels.OUTCOMES},
+            tenant=tenants,
+            outcome=labels.OUTCOMES,
         )
         self.tokens = make.grid(
             "tenant_tokens_total",
             "Prompt tokens of finished requests and tokens generated for them, by tenant.",
-            {"tenant": tenants, "kind": labels.TENANT_TOKENS},
+            tenant=tenants,
+            kind=labels.TENANT_TOKENS,
         )
         self.queued = make.gauges(
-            "tenant_queued_messages", "Ready messages that a worker has sorted, by tenant.", "tenant", tenants
+            "tenant_queued_messages", "Ready messages that a worker has sorted, by tenant.", tenant=tenants
         )
         self.queue_wait = make.histograms(
             "tenant_queue_wait_seconds",
             "Time from the enqueue of a message until a worker took it, by tenant.",
             buckets.TENANT_QUEUE_WAIT,
-            "tenant",
-            tenants,
+            tenant=tenants,
         )
 
 
@@ -228,26 +227,26 @@ class EngineFamilies:
         self.restarts = make.counters(
             "engine_restarts_total",
             "Engine processes started to replace one that was lost.",
-            "reason",
-            (*sets.restart_reasons, labels.OTHER),
+            reason=(*sets.restart_reasons, labels.OTHER),
         )
         self.requests = steps.gauges(
-            "engine_requests", "Requests inside the engine by state.", "state", labels.ENGINE_REQUEST_STATES
+            "engine_requests", "Requests inside the engine by state.", state=labels.ENGINE_REQUEST_STATES
         )
         self.lora_requests = steps.gauge_grid(
             "engine_lora_requests",
             "Requests inside the engine that run with a LoRA adapter, by adapter and state.",
-            {"adapter": (*sets.adapters, labels.OTHER), "state": labels.ENGINE_REQUEST_STATES},
+            adapter=(*sets.adapters, labels.OTHER),
+            state=labels.ENGINE_REQUEST_STATES,
         )
         self.step_seconds = steps.histograms(
-            "engine_step_seconds", "Duration of a step.", buckets.STEP_SECONDS, "kind", labels.STEP_KINDS
+            "engine_step_seconds", "Duration of a step.", buckets.STEP_SECONDS, kind=labels.STEP_KINDS
         )
         self.step_tokens = steps.histogram("engine_step_tokens", "Tokens computed in a step.", buckets.STEP_TOKENS)
         self.step_requests = steps.histogram(
             "engine_step_requests", "Requests that took part in a step.", buckets.STEP_REQUESTS
         )
         self.phase_seconds = steps.counters(
-            "engine_phase_seconds_total", "Time the step loop spent in each phase.", "phase", labels.STEP_PHASES
+            "engine_phase_seconds_total", "Time the step loop spent in each phase.", phase=labels.STEP_PHASES
         )
         self.last_step = make.gauge(
             "engine_last_step_timestamp_seconds", "Unix time of the last step, or of the engine's start before it."
@@ -259,7 +258,7 @@ class EngineFamilies:
             "engine_preemptions_total", "Requests that lost their KV blocks to another request."
         )
         self.kv_usage = steps.gauge("kv_cache_usage_ratio", "Share of the KV blocks that requests hold, 0 to 1.")
-        self.kv_blocks = steps.gauges("kv_cache_blocks", "KV blocks by state.", "state", labels.BLOCK_STATES)
+        self.kv_blocks = steps.gauges("kv_cache_blocks", "KV blocks by state.", state=labels.BLOCK_STATES)
         self.prefix_queried = steps.counter(
             "prefix_cache_queried_tokens_total", "Prompt tokens looked up in the prefix cache."
         )
@@ -276,17 +275,21 @@ class EngineFamilies:
         self.warm_up_seconds = steps.gauge(
             "engine_warm_up_seconds", "Time the engine took to compile its graphs before the first request."
         )
+
+
+class DraftFamilies:
+    """Speculative decoding, reported by the engine once a step."""
+
+    def __init__(self, steps: FamilyFactory) -> None:
         self.drafted = steps.counters(
             "draft_tokens_total",
             "Draft tokens of speculative decoding that the model checked, by their position in the draft.",
-            "position",
-            labels.DRAFT_POSITIONS,
+            position=labels.DRAFT_POSITIONS,
         )
         self.accepted = steps.counters(
             "draft_accepted_tokens_total",
             "Draft tokens that the model accepted, by their position in the draft.",
-            "position",
-            labels.DRAFT_POSITIONS,
+            position=labels.DRAFT_POSITIONS,
         )
 
 
@@ -295,8 +298,8 @@ class WorkerFamilies:
 
     def __init__(self, make: FamilyFactory, sets: labels.LabelSets) -> None:
         commands = (*sets.redis_commands, labels.OTHER)
-        self.state = make.gauges("worker_state", "1 for the state the worker is in.", "state", labels.WORKER_STATES)
-        self.slots = make.gauges("worker_slots", "Request slots of the worker.", "state", labels.SLOT_STATES)
+        self.state = make.gauges("worker_state", "1 for the state the worker is in.", state=labels.WORKER_STATES)
+        self.slots = make.gauges("worker_slots", "Request slots of the worker.", state=labels.SLOT_STATES)
         self.heartbeat = make.gauge(
             "worker_heartbeat_timestamp_seconds", "Unix time of the last turn of the worker's loop."
         )
@@ -308,12 +311,11 @@ class WorkerFamilies:
         self.result_seconds = make.counters(
             "worker_result_seconds_total",
             "Time the worker's loop spent on turning results into text and on publishing them.",
-            "phase",
-            labels.RESULT_PHASES,
+            phase=labels.RESULT_PHASES,
         )
         self.stream_entries = make.counter("stream_entries_total", "Entries written to streams.")
         self.redis_up = make.gauge("redis_up", "1 while the worker reaches Redis.")
         self.redis_seconds = make.histograms(
-            "redis_command_seconds", "Round trip of a Redis command.", buckets.REDIS_SECONDS, "command", commands
+            "redis_command_seconds", "Round trip of a Redis command.", buckets.REDIS_SECONDS, command=commands
         )
-        self.redis_errors = make.counters("redis_errors_total", "Redis commands that failed.", "command", commands)
+        self.redis_errors = make.counters("redis_errors_total", "Redis commands that failed.", command=commands)

@@ -9,6 +9,32 @@ from headrace_monitoring.exposition import ExpositionFormat, render
 from headrace_monitoring.families import FamilyFactory
 
 
+class WebhookFamilies:
+    """Deliveries of webhooks by this replica, and the deliveries and endpoints of all replicas in Redis."""
+
+    def __init__(self, make: FamilyFactory) -> None:
+        self.file_valid = make.gauge(
+            "gateway_webhook_file_valid",
+            "0 while the webhook file cannot be used and the endpoints of an older one are in use.",
+        )
+        self.file_valid.set(1)
+        self.attempts = make.counters(
+            "gateway_webhook_deliveries_total",
+            "Attempts to deliver a webhook; failed: there is another attempt; gone: status 410.",
+            outcome=labels.WEBHOOK_OUTCOMES,
+        )
+        self.undelivered = make.gauge(
+            "gateway_webhooks_undelivered", "Undelivered webhooks in Redis, of enabled endpoints."
+        )
+        self.oldest = make.gauge(
+            "gateway_webhooks_oldest_undelivered_seconds",
+            "Time since the oldest undelivered webhook was announced; 0: there is none.",
+        )
+        self.endpoints_disabled = make.gauge(
+            "gateway_webhook_endpoints_disabled", "Webhook endpoints that answered 410 and are disabled."
+        )
+
+
 class GatewayMetrics:
     """All metrics of one gateway process, on one registry.
 
@@ -21,20 +47,20 @@ class GatewayMetrics:
         self.registry = CollectorRegistry() if registry is None else registry
         ProcessCollector(registry=self.registry)
         make = FamilyFactory(self.registry)
-        make.gauges("gateway_build_info", "Version of the gateway.", "version", (version,))[version].set(1)
+        make.gauges("gateway_build_info", "Version of the gateway.", version=(version,))[version].set(1)
         self._requests = make.grid(
             "gateway_http_requests_total",
             "HTTP requests answered, by endpoint and class of the status; none: the client left before.",
-            {"endpoint": labels.ENDPOINTS, "status": labels.STATUS_CLASSES},
+            endpoint=labels.ENDPOINTS,
+            status=labels.STATUS_CLASSES,
         )
         self._refusals = make.counters(
-            "gateway_refusals_total", "HTTP requests refused, by code of the error.", "code", labels.REFUSALS
+            "gateway_refusals_total", "HTTP requests refused, by code of the error.", code=labels.REFUSALS
         )
         self._rejoins = make.counters(
             "gateway_rejoins_total",
             "Streams that a client read again, from their start or from a cursor.",
-            "from",
-            labels.REJOINS,
+            **{"from": labels.REJOINS},
         )
         self._open_streams = make.gauge("gateway_open_streams", "Event streams that are being written.")
         self._first_byte = make.histogram(
@@ -47,42 +73,18 @@ class GatewayMetrics:
             "Responses whose end is to be stored or announced, of all replicas; each reports the same.",
         )
         self._responses_stored = make.counters(
-            "gateway_responses_stored_total",
-            "Responses whose end was stored, by status.",
-            "status",
-            labels.RESPONSE_ENDS,
+            "gateway_responses_stored_total", "Responses whose end was stored, by status.", status=labels.RESPONSE_ENDS
         )
         self._redis_up = make.gauge("gateway_redis_up", "1 while the gateway reaches Redis.")
         self._key_file_valid = make.gauge(
             "gateway_key_file_valid", "0 while the key file cannot be used and the keys of an older one are in use."
         )
         self._key_file_valid.set(1)
-        self._webhook_file_valid = make.gauge(
-            "gateway_webhook_file_valid",
-            "0 while the webhook file cannot be used and the endpoints of an older one are in use.",
-        )
-        self._webhook_file_valid.set(1)
-        self._webhook_attempts = make.counters(
-            "gateway_webhook_deliveries_total",
-            "Attempts to deliver a webhook; failed: there is another attempt; gone: status 410.",
-            "outcome",
-            labels.WEBHOOK_OUTCOMES,
-        )
-        self._webhooks_undelivered = make.gauge(
-            "gateway_webhooks_undelivered", "Undelivered webhooks in Redis, of enabled endpoints."
-        )
-        self._webhooks_oldest = make.gauge(
-            "gateway_webhooks_oldest_undelivered_seconds",
-            "Time since the oldest undelivered webhook was announced; 0: there is none.",
-        )
-        self._webhook_endpoints_disabled = make.gauge(
-            "gateway_webhook_endpoints_disabled", "Webhook endpoints that answered 410 and are disabled."
-        )
+        self._webhooks = WebhookFamilies(make)
         self._batch_lines = make.counters(
             "gateway_batch_lines_total",
             "Lines of batches that got their answer or error, by outcome.",
-            "outcome",
-            labels.BATCH_LINE_OUTCOMES,
+            outcome=labels.BATCH_LINE_OUTCOMES,
         )
         self._batches = make.gauge("gateway_batches", "Batches that this replica works on.")
         self._batches_waiting = make.gauge(
@@ -133,17 +135,17 @@ class GatewayMetrics:
 
     def webhook_file_read(self, *, valid: bool) -> None:
         """A new version of the webhook file was looked at."""
-        self._webhook_file_valid.set(valid)
+        self._webhooks.file_valid.set(valid)
 
     def webhook_attempted(self, outcome: labels.WebhookOutcome) -> None:
         """An attempt to deliver a webhook ended."""
-        self._webhook_attempts[outcome].inc()
+        self._webhooks.attempts[outcome].inc()
 
     def webhooks_waiting(self, *, undelivered: int, oldest_seconds: float, disabled: int) -> None:
         """What Redis holds for all replicas."""
-        self._webhooks_undelivered.set(undelivered)
-        self._webhooks_oldest.set(oldest_seconds)
-        self._webhook_endpoints_disabled.set(disabled)
+        self._webhooks.undelivered.set(undelivered)
+        self._webhooks.oldest.set(oldest_seconds)
+        self._webhooks.endpoints_disabled.set(disabled)
 
     def batch_line(self, outcome: labels.BatchLineOutcome) -> None:
         self._batch_lines[outcome].inc()

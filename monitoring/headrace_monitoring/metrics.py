@@ -22,10 +22,12 @@ from headrace_monitoring.deferred import DeferredObservations
 from headrace_monitoring.exposition import ExpositionFormat, render
 from headrace_monitoring.families import (
     PREFIX,
+    DraftFamilies,
     EngineFamilies,
     FamilyFactory,
     QueueFamilies,
     RequestFamilies,
+    StageFamilies,
     TenantFamilies,
     WorkerFamilies,
 )
@@ -120,16 +122,15 @@ class Metrics:
         self._queue = QueueFamilies(FamilyFactory(self.registry, model=model, queue=queue), self._sets)
         self._steps = StepFamilies()
         steps = FamilyFactory(self._steps.registry, model=model)
-        self._requests = RequestFamilies(make, steps)
+        self._requests = RequestFamilies(make)
+        self._stages = StageFamilies(make, steps)
         self._engine = EngineFamilies(make, steps, self._sets)
+        self._drafts = DraftFamilies(steps)
         self.registry.register(self._steps)
         self._worker = WorkerFamilies(make, self._sets)
         self._tenants = TenantFamilies(make, self._sets)
         self.totals = Totals()
-        build_info = Gauge(
-            PREFIX + "build_info", "Version of the worker.", ("model", "version"), registry=self.registry
-        )
-        build_info.labels(model, version).set(1)
+        make.gauges("build_info", "Version of the worker.", version=(version,))[version].set(1)
         self._model = model
         self._model_info = Gauge(
             PREFIX + "model_info",
@@ -221,7 +222,7 @@ class Metrics:
     def request_admitted(self, engine_queue_seconds: float, *, trace_id: str | None = None) -> None:
         """The engine began the first step of a request."""
         if (waited := _elapsed(engine_queue_seconds)) is not None:
-            self._requests.engine_queue.observe(waited, _exemplar(trace_id))
+            self._stages.queue.observe(waited, _exemplar(trace_id))
 
     def first_token(
         self,
@@ -237,7 +238,7 @@ class Metrics:
         """
         exemplar = _exemplar(trace_id)
         if (prefill := _elapsed(prefill_seconds)) is not None:
-            self._requests.engine_prefill.observe(prefill, exemplar)
+            self._stages.prefill.observe(prefill, exemplar)
         if (since_enqueue := _elapsed(seconds_since_enqueue)) is not None:
             self._requests.time_to_first_token.observe(since_enqueue, exemplar)
             self.totals.first_tokens += 1
@@ -293,7 +294,7 @@ class Metrics:
             self._requests.prompt_length.observe(prompt_tokens)
             self._requests.generation_length.observe(generation_tokens)
             if (decode := _elapsed(decode_seconds)) is not None:
-                self._requests.engine_decode.observe(decode, exemplar)
+                self._stages.decode.observe(decode, exemplar)
                 if decoded_tokens:
                     self._requests.time_per_output_token.observe(decode / decoded_tokens, exemplar)
 
@@ -350,8 +351,8 @@ class Metrics:
         engine.fallback_operators.set(stats.fallback_operators)
         engine.warm_up_seconds.set(stats.warm_up_seconds)
         for children, counts in (
-            (engine.drafted, stats.drafted_per_position),
-            (engine.accepted, stats.accepted_per_position),
+            (self._drafts.drafted, stats.drafted_per_position),
+            (self._drafts.accepted, stats.accepted_per_position),
         ):
             for position, count in enumerate(counts, start=1):
                 children[str(position)].inc(count)

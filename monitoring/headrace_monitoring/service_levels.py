@@ -29,7 +29,7 @@ class ModelLevels:
     """By priority step."""
     leased: int
     run_out: int
-    """Leases that ran out and were put back by nobody."""
+    """Expired leases that no worker has reaped."""
     dead: Mapping[str, int]
     """By reason, in the broker's own words."""
     oldest_age_seconds: float | None

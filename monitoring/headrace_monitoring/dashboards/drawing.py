@@ -196,10 +196,8 @@ def _stacked(series: Sequence[Series]) -> list[dict[float, float]]:
 def _heatmap(definition: Mapping[str, Any], series: Sequence[Series], box: Box, span: Span) -> Iterator[str]:
     buckets = sorted((one for one in series if one.points), key=lambda one: float(one.legend))
     plot = Box(box.x + 62, box.y, box.width - 70, box.height - 18)
-    step = min(
-        (later[0] - sooner[0] for one in buckets for sooner, later in zip(one.points, one.points[1:], strict=False)),
-        default=1.0,
-    )
+    pairs = itertools.chain.from_iterable(itertools.pairwise(one.points) for one in buckets)
+    step = min((later[0] - sooner[0] for sooner, later in pairs), default=1.0)
     below: dict[float, float] = {}
     counts: list[tuple[int, float, float]] = []
     for row, bucket in enumerate(buckets):

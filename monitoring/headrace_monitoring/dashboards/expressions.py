@@ -1,8 +1,11 @@
 """PromQL, and the selections that the variables at the top of a dashboard make.
 
 In an expression `@` stands for the workers selected, `@queue` for the queues, `@process` for the processes: queue
-levels come from the exporter, too, and what a process shows of itself knows no model. Every worker of a queue, and the
-exporter, reads the same levels from Redis, so these are joined with `max`, never with `sum`.
+levels come from the exporter, too, and what a process shows of itself knows no model. `@gateway` and `@neuron` stand
+for all replicas of the gateway and for all Neuron monitors, which know no model either.
+
+Every worker of a queue, and the exporter, reads the same levels from Redis, so these are joined with `max`, never with
+`sum`.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ Query = tuple[str, str]
 
 _SELECTIONS = {
     "@queue": 'model=~"$model",queue=~"$queue"',
+    "@gateway": 'job="headrace-gateway"',
+    "@neuron": 'job="neuron-monitor"',
     "@process": 'job=~"$job",instance=~"$instance"',
     "@": 'job=~"$job",model=~"$model",instance=~"$instance"',
 }
@@ -25,13 +30,19 @@ def selected(expression: str) -> str:
 
 
 def rate(metric: str, by: str = "", where: str = "") -> str:
-    """Events a second, summed over workers."""
-    return f"sum{_by(by)}(rate(headrace_{metric}{{@{where}}}[$__rate_interval]))"
+    """Events a second, summed over workers or replicas of the gateway."""
+    processes = "@gateway" if metric.startswith("gateway_") else "@"
+    return f"sum{_by(by)}(rate(headrace_{metric}{{{processes}{where}}}[$__rate_interval]))"
 
 
-def increase(metric: str, by: str) -> str:
-    """Events within the last hour."""
-    return f"sum by ({by}) (increase(headrace_{metric}{{@}}[1h]))"
+def rate_by(metric: str, label: str, where: str = "") -> Query:
+    """Events a second for each value of a label."""
+    return rate(metric, label, where), f"{{{{{label}}}}}"
+
+
+def increase_by(metric: str, label: str) -> Query:
+    """Events within the last hour for each value of a label."""
+    return f"sum by ({label}) (increase(headrace_{metric}{{@}}[1h]))", f"{{{{{label}}}}}"
 
 
 def mean(histogram: str, by: str = "") -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard as sdk
 
-from headrace_monitoring.dashboards.expressions import increase, quantile, queue_level, rate
-from headrace_monitoring.dashboards.panels import Panel, build, graph, states
+from headrace_monitoring.dashboards.expressions import increase_by, quantile, queue_level, rate_by
+from headrace_monitoring.dashboards.panels import Row, build, graph, stack, states
 
 WORKER_STATES = (("none", "text"), ("loading", "orange"), ("ready", "green"), ("draining", "blue"))
 
@@ -15,12 +15,7 @@ def dashboard() -> sdk.Dashboard:
         "headrace-fleet",
         "Headrace: fleet",
         "Workers, leases, restarts, Redis, exporter.",
-        {
-            "Workers": _workers(),
-            "Deliveries": _deliveries(),
-            "Redis": _redis(),
-            "Processes": _processes(),
-        },
+        {"Workers": _workers(), "Deliveries": _deliveries(), "Redis": _redis(), "Processes": _processes()},
     )
 
 
@@ -30,195 +25,141 @@ def _worker_state() -> str:
     return " + ".join(f"{number} * {state}" for number, state in enumerate(by_state.values(), start=1))
 
 
-def _workers() -> list[Panel]:
-    return [
-        states(
-            "Worker state",
+def _workers() -> Row:
+    return {
+        "Worker state": states(
             "What each worker does: it loads its model, takes messages (ready), or lets what runs end (draining).",
-            [(_worker_state(), "{{instance}}")],
-            WORKER_STATES,
+            (_worker_state(), "{{instance}}"),
+            names=WORKER_STATES,
         ),
-        states(
-            "Engine and Redis",
+        "Engine and Redis": states(
             "Whether each worker's engine process runs, and whether it and the exporter reach Redis.",
-            [
-                ("headrace_engine_up{@}", "{{instance}} engine"),
-                ("headrace_redis_up{@}", "{{instance}} Redis"),
-                ("headrace_exporter_redis_up", "{{instance}} Redis"),
-            ],
+            ("headrace_engine_up{@}", "{{instance}} engine"),
+            ("headrace_redis_up{@}", "{{instance}} Redis"),
+            ("headrace_exporter_redis_up", "{{instance}} Redis"),
         ),
-        graph(
-            "Slots",
+        "Slots": stack(
             "Request slots of all workers. No free slot means that the backlog waits in Redis.",
-            "none",
-            [("sum by (state) (headrace_worker_slots{@})", "{{state}}")],
-            stacked=True,
+            ("sum by (state) (headrace_worker_slots{@})", "{{state}}"),
         ),
-        graph(
-            "Engine restarts (1 h)",
-            "Engine processes replaced, by reason.",
-            "none",
-            [(increase("engine_restarts_total", "reason"), "{{reason}}")],
+        "Engine restarts (1 h)": graph(
+            "Engine processes replaced, by reason.", increase_by("engine_restarts_total", "reason")
         ),
-        graph(
-            "Time since the last heartbeat",
+        "Time since the last heartbeat": graph(
             "The loop that does the work ticks it; a growing age is a stuck worker.",
-            "s",
-            [("time() - headrace_worker_heartbeat_timestamp_seconds{@}", "{{instance}}")],
+            ("time() - headrace_worker_heartbeat_timestamp_seconds{@}", "{{instance}}"),
+            unit="s",
         ),
-        graph(
-            "Event loop lag, p99",
+        "Event loop lag, p99": graph(
             "Longest time in each second that a worker's loop spent on one thing. Long lags lose leases.",
-            "s",
-            [(quantile(0.99, "event_loop_lag_seconds", "instance"), "{{instance}}")],
+            (quantile(0.99, "event_loop_lag_seconds", "instance"), "{{instance}}"),
+            unit="s",
         ),
-    ]
+    }
 
 
-def _deliveries() -> list[Panel]:
-    return [
-        graph(
-            "Leases lost (1 h)",
+def _deliveries() -> Row:
+    return {
+        "Leases lost (1 h)": graph(
             "Messages that another worker took because this one was silent for longer than its lease.",
-            "none",
-            [(increase("leases_lost_total", "instance"), "{{instance}}")],
+            increase_by("leases_lost_total", "instance"),
         ),
-        graph(
-            "Messages given back (1 h)",
+        "Messages given back (1 h)": graph(
             "By reason: not_ready, redis, drain and cleared are the fleet's own doing, the others count as a delivery.",
-            "none",
-            [(increase("queue_returned_messages_total", "reason"), "{{reason}}")],
+            increase_by("queue_returned_messages_total", "reason"),
         ),
-        graph(
-            "Streams replaced (1 h)",
+        "Streams replaced (1 h)": graph(
             "Streams with ids behind which nothing can come; no worker writes these.",
-            "none",
-            [(increase("streams_replaced_total", "instance"), "{{instance}}")],
+            increase_by("streams_replaced_total", "instance"),
         ),
-        graph(
-            "Streams deleted (1 h)",
+        "Streams deleted (1 h)": graph(
             "Streams that somebody deleted, or Redis lost, under a running request; it ends as expired.",
-            "none",
-            [(increase("streams_gone_total", "instance"), "{{instance}}")],
+            increase_by("streams_gone_total", "instance"),
         ),
-        graph(
-            "Resumed across draws (1 h)",
+        "Resumed across draws (1 h)": graph(
             "Sampled requests continued by an engine that draws otherwise: their tokens are as random, but others.",
-            "none",
-            [(increase("resumed_across_draws_total", "instance"), "{{instance}}")],
+            increase_by("resumed_across_draws_total", "instance"),
         ),
-        graph(
-            "Leases that ran out",
+        "Leases that ran out": graph(
             "Messages in dead hands that nobody has put back yet; any worker does it, in seconds. From the exporter.",
-            "none",
-            [(queue_level("queue_run_out_leases", "queue"), "{{queue}}")],
+            (queue_level("queue_run_out_leases", "queue"), "{{queue}}"),
         ),
-        states(
-            "Queue served",
+        "Queue served": states(
             "Whether Redis gives workers the queue's messages. Off: it refuses, or a key has another type.",
-            [("1 - " + queue_level("queue_blocked", "queue"), "{{queue}}")],
+            ("1 - " + queue_level("queue_blocked", "queue"), "{{queue}}"),
         ),
-        graph(
-            "Time since a worker served the model",
+        "Time since a worker served the model": graph(
             "Workers say so every minute. From the exporter.",
-            "s",
-            [('time() - max by (model) (headrace_model_last_seen_timestamp_seconds{model=~"$model"})', "{{model}}")],
+            ('time() - max by (model) (headrace_model_last_seen_timestamp_seconds{model=~"$model"})', "{{model}}"),
+            unit="s",
         ),
-        graph(
-            "Stream entries",
+        "Stream entries": graph(
             "Entries a second that Redis took from workers.",
-            "suffix: entries/s",
-            [(rate("stream_entries_total", "instance"), "{{instance}}")],
+            rate_by("stream_entries_total", "instance"),
+            unit="suffix: entries/s",
         ),
-    ]
+    }
 
 
-def _redis() -> list[Panel]:
-    return [
-        graph(
-            "Redis memory",
+def _redis() -> Row:
+    return {
+        "Redis memory": graph(
             "Used, and the most that Redis may use (0: no limit). From the exporter.",
-            "bytes",
-            [("headrace_redis_memory_used_bytes", "used"), ("headrace_redis_memory_limit_bytes", "limit")],
+            ("headrace_redis_memory_used_bytes", "used"),
+            ("headrace_redis_memory_limit_bytes", "limit"),
+            unit="bytes",
         ),
-        graph(
-            "Redis round trip, p99",
+        "Redis round trip, p99": graph(
             "By command, seen from the workers.",
-            "s",
-            [(quantile(0.99, "redis_command_seconds", "command"), "{{command}}")],
+            (quantile(0.99, "redis_command_seconds", "command"), "{{command}}"),
+            unit="s",
         ),
-        graph(
-            "Redis errors",
-            "Commands a second that failed, by command.",
-            "ops",
-            [(rate("redis_errors_total", "command"), "{{command}}")],
+        "Redis errors": graph(
+            "Commands a second that failed, by command.", rate_by("redis_errors_total", "command"), unit="ops"
         ),
-        graph(
-            "Redis connections",
+        "Redis connections": graph(
             "Open connections, and those refused within the hour. From the exporter.",
-            "none",
-            [
-                ("headrace_redis_connected_clients", "connected"),
-                ("increase(headrace_redis_rejected_connections_total[1h])", "refused (1 h)"),
-            ],
+            ("headrace_redis_connected_clients", "connected"),
+            ("increase(headrace_redis_rejected_connections_total[1h])", "refused (1 h)"),
         ),
-        graph(
-            "Keys dropped by Redis (1 h)",
+        "Keys dropped by Redis (1 h)": graph(
             "Each is a message, a stream or a result lost: the eviction policy must be noeviction. From the exporter.",
-            "none",
-            [
-                ("increase(headrace_redis_evicted_keys_total[1h])", "dropped"),
-                ("headrace_redis_may_evict", "allowed by the policy (1) or not (0)"),
-            ],
+            ("increase(headrace_redis_evicted_keys_total[1h])", "dropped"),
+            ("headrace_redis_may_evict", "allowed by the policy (1) or not (0)"),
         ),
-        states(
-            "Redis persistence",
+        "Redis persistence": states(
             "Whether the last write of the append-only file and the last snapshot went well. From the exporter.",
-            [("headrace_redis_persistence_ok", "persistence")],
+            ("headrace_redis_persistence_ok", "persistence"),
         ),
-    ]
+    }
 
 
-def _processes() -> list[Panel]:
-    return [
-        graph(
-            "CPU",
+def _processes() -> Row:
+    return {
+        "CPU": graph(
             "CPU time of the worker process, without the engine process; 100% is one core.",
-            "percentunit",
-            [("rate(process_cpu_seconds_total{@process}[$__rate_interval])", "{{instance}}")],
+            ("rate(process_cpu_seconds_total{@process}[$__rate_interval])", "{{instance}}"),
+            unit="percentunit",
         ),
-        graph(
-            "Memory",
+        "Memory": graph(
             "Resident memory of the worker process, without the engine process.",
-            "bytes",
-            [("process_resident_memory_bytes{@process}", "{{instance}}")],
+            ("process_resident_memory_bytes{@process}", "{{instance}}"),
+            unit="bytes",
         ),
-        graph(
-            "Processes by version",
+        "Processes by version": stack(
             "Two versions at once are a rollout under way.",
-            "none",
-            [
-                ("sum by (version) (headrace_build_info{@})", "workers {{version}}"),
-                ("sum by (version) (headrace_exporter_build_info)", "exporters {{version}}"),
-            ],
-            stacked=True,
+            ("sum by (version) (headrace_build_info{@})", "workers {{version}}"),
+            ("sum by (version) (headrace_exporter_build_info)", "exporters {{version}}"),
         ),
-        graph(
-            "Exporter's looks at Redis",
+        "Exporter's looks at Redis": graph(
             "How long the last one took, and how long ago it was.",
-            "s",
-            [
-                ("headrace_exporter_poll_seconds", "duration"),
-                ("time() - headrace_exporter_poll_timestamp_seconds", "age"),
-            ],
+            ("headrace_exporter_poll_seconds", "duration"),
+            ("time() - headrace_exporter_poll_timestamp_seconds", "age"),
+            unit="s",
         ),
-        graph(
-            "Exporter's failures (1 h)",
+        "Exporter's failures (1 h)": graph(
             "Looks at Redis that it did not answer, and registered models beyond the 100 that are shown.",
-            "none",
-            [
-                ("increase(headrace_exporter_poll_failures_total[1h])", "failures"),
-                ("headrace_exporter_models_left_out", "models left out"),
-            ],
+            ("increase(headrace_exporter_poll_failures_total[1h])", "failures"),
+            ("headrace_exporter_models_left_out", "models left out"),
         ),
-    ]
+    }

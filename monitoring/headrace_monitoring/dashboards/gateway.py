@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard as sdk
 
-from headrace_monitoring.dashboards.panels import Panel, build, graph, states
-
-_JOB = 'job="headrace-gateway"'
+from headrace_monitoring.dashboards.expressions import quantiles, rate_by
+from headrace_monitoring.dashboards.panels import Row, build, graph, stack, states
 
 
 def dashboard() -> sdk.Dashboard:
@@ -24,172 +23,116 @@ def dashboard() -> sdk.Dashboard:
     )
 
 
-def _requests() -> list[Panel]:
-    return [
-        graph(
-            "Requests by endpoint",
+def _requests() -> Row:
+    return {
+        "Requests by endpoint": stack(
             "HTTP requests a second; probes are those of balancers and orchestrators.",
-            "reqps",
-            [(_rate("http_requests_total", "endpoint"), "{{endpoint}}")],
-            stacked=True,
+            rate_by("gateway_http_requests_total", "endpoint"),
+            unit="reqps",
         ),
-        graph(
-            "Requests by status",
+        "Requests by status": stack(
             "HTTP requests a second without probes; none: the client left before there was an answer.",
-            "reqps",
-            [(_rate("http_requests_total", "status", ',endpoint!="probes"'), "{{status}}")],
-            stacked=True,
+            rate_by("gateway_http_requests_total", "status", ',endpoint!="probes"'),
+            unit="reqps",
         ),
-        graph(
-            "Refusals by code",
+        "Refusals by code": stack(
             "Requests a second that got an error before a stream began, by the code of the error.",
-            "reqps",
-            [(_rate("refusals_total", "code"), "{{code}}")],
-            stacked=True,
+            rate_by("gateway_refusals_total", "code"),
+            unit="reqps",
         ),
-    ]
+    }
 
 
-def _streams() -> list[Panel]:
-    buckets = _rate("first_byte_seconds_bucket", "le")
-    mean = f"{_rate('first_byte_seconds_sum')} / {_rate('first_byte_seconds_count')}"
-    return [
-        graph(
-            "Time to the first byte",
+def _streams() -> Row:
+    return {
+        "Time to the first byte": graph(
             "From an accepted call until its answer begins; an answer that is not streamed begins when it is whole.",
-            "s",
-            [
-                *((f"histogram_quantile({q}, {buckets})", f"p{round(q * 100)}") for q in (0.5, 0.95, 0.99)),
-                (mean, "mean"),
-            ],
+            *quantiles("gateway_first_byte_seconds"),
+            unit="s",
         ),
-        graph(
-            "Open streams",
+        "Open streams": stack(
             "Event streams that are being written.",
-            "none",
-            [(f"sum by (instance) (headrace_gateway_open_streams{{{_JOB}}})", "{{instance}}")],
-            stacked=True,
+            ("sum by (instance) (headrace_gateway_open_streams{@gateway})", "{{instance}}"),
         ),
-        graph(
-            "Rejoined streams",
+        "Rejoined streams": stack(
             "Streams a second that a client read again, from the start or behind the last event that it had.",
-            "ops",
-            [(_rate("rejoins_total", "from"), "{{from}}")],
-            stacked=True,
+            rate_by("gateway_rejoins_total", "from"),
+            unit="ops",
         ),
-        graph(
-            "Open responses",
+        "Open responses": graph(
             "Responses of the Responses API whose end is to be stored or announced, of all replicas.",
-            "none",
-            [(f"max(headrace_gateway_responses_open{{{_JOB}}})", "open")],
+            ("max(headrace_gateway_responses_open{@gateway})", "open"),
         ),
-        graph(
-            "Stored responses",
+        "Stored responses": stack(
             "Responses a second whose end was stored, by status.",
-            "ops",
-            [(_rate("responses_stored_total", "status"), "{{status}}")],
-            stacked=True,
+            rate_by("gateway_responses_stored_total", "status"),
+            unit="ops",
         ),
-    ]
+    }
 
 
-def _webhooks() -> list[Panel]:
-    return [
-        graph(
-            "Attempts to deliver",
+def _webhooks() -> Row:
+    return {
+        "Attempts to deliver": stack(
             "Attempts a second; failed: there is another attempt; gone: the receiver answered 410.",
-            "ops",
-            [(_rate("webhook_deliveries_total", "outcome"), "{{outcome}}")],
-            stacked=True,
+            rate_by("gateway_webhook_deliveries_total", "outcome"),
+            unit="ops",
         ),
-        graph(
-            "Oldest undelivered webhook",
+        "Oldest undelivered webhook": graph(
             "Time since it was announced. All replicas share the webhooks and show the same.",
-            "s",
-            [(_most("webhooks_oldest_undelivered_seconds"), "oldest")],
+            ("max(headrace_gateway_webhooks_oldest_undelivered_seconds{@gateway})", "oldest"),
+            unit="s",
         ),
-        graph(
-            "Undelivered webhooks",
+        "Undelivered webhooks": graph(
             "Webhooks of enabled endpoints that wait in Redis, and endpoints that answered 410.",
-            "none",
-            [
-                (_most("webhooks_undelivered"), "undelivered"),
-                (_most("webhook_endpoints_disabled"), "disabled endpoints"),
-            ],
+            ("max(headrace_gateway_webhooks_undelivered{@gateway})", "undelivered"),
+            ("max(headrace_gateway_webhook_endpoints_disabled{@gateway})", "disabled endpoints"),
         ),
-        states(
-            "Webhook file valid",
+        "Webhook file valid": states(
             "Off: the webhook file cannot be used, and the endpoints of an older one are in use.",
-            [(f"headrace_gateway_webhook_file_valid{{{_JOB}}}", "{{instance}}")],
+            ("headrace_gateway_webhook_file_valid{@gateway}", "{{instance}}"),
         ),
-    ]
+    }
 
 
-def _batches() -> list[Panel]:
-    return [
-        graph(
-            "Lines by outcome",
+def _batches() -> Row:
+    return {
+        "Lines by outcome": stack(
             "Lines of batches a second that got their answer or error.",
-            "ops",
-            [(_rate("batch_lines_total", "outcome"), "{{outcome}}")],
-            stacked=True,
+            rate_by("gateway_batch_lines_total", "outcome"),
+            unit="ops",
         ),
-        graph(
-            "Batches",
+        "Batches": graph(
             "Batches that each replica works on, and those of them that cannot use the directory of files.",
-            "none",
-            [
-                (f"headrace_gateway_batches{{{_JOB}}}", "{{instance}}"),
-                (f"headrace_gateway_batches_waiting_for_storage{{{_JOB}}}", "waiting: {{instance}}"),
-            ],
+            ("headrace_gateway_batches{@gateway}", "{{instance}}"),
+            ("headrace_gateway_batches_waiting_for_storage{@gateway}", "waiting: {{instance}}"),
         ),
-        graph(
-            "Time without an answer",
+        "Time without an answer": graph(
             "Longest time for which a batch of each replica has got no answer of a line.",
-            "s",
-            [(f"headrace_gateway_batch_idle_seconds{{{_JOB}}}", "{{instance}}")],
+            ("headrace_gateway_batch_idle_seconds{@gateway}", "{{instance}}"),
+            unit="s",
         ),
-    ]
+    }
 
 
-def _replicas() -> list[Panel]:
-    return [
-        states(
-            "Redis reached",
-            "Whether each replica reaches Redis.",
-            [(f"headrace_gateway_redis_up{{{_JOB}}}", "{{instance}}")],
+def _replicas() -> Row:
+    return {
+        "Redis reached": states(
+            "Whether each replica reaches Redis.", ("headrace_gateway_redis_up{@gateway}", "{{instance}}")
         ),
-        states(
-            "Key file valid",
+        "Key file valid": states(
             "Off: the key file cannot be used, and the keys of an older one are in use.",
-            [(f"headrace_gateway_key_file_valid{{{_JOB}}}", "{{instance}}")],
+            ("headrace_gateway_key_file_valid{@gateway}", "{{instance}}"),
         ),
-        graph(
-            "Replicas by version",
+        "Replicas by version": stack(
             "Replicas that Prometheus reaches.",
-            "none",
-            [(f"sum by (version) (headrace_gateway_build_info{{{_JOB}}})", "{{version}}")],
-            stacked=True,
+            ("sum by (version) (headrace_gateway_build_info{@gateway})", "{{version}}"),
         ),
-        graph(
-            "Processor time",
+        "Processor time": graph(
             "Cores that each replica uses; one process uses little more than one.",
-            "none",
-            [(f"rate(process_cpu_seconds_total{{{_JOB}}}[$__rate_interval])", "{{instance}}")],
+            ("rate(process_cpu_seconds_total{@gateway}[$__rate_interval])", "{{instance}}"),
         ),
-        graph(
-            "Resident memory",
-            "Memory of each replica.",
-            "bytes",
-            [(f"process_resident_memory_bytes{{{_JOB}}}", "{{instance}}")],
+        "Resident memory": graph(
+            "Memory of each replica.", ("process_resident_memory_bytes{@gateway}", "{{instance}}"), unit="bytes"
         ),
-    ]
-
-
-def _rate(metric: str, by: str = "", where: str = "") -> str:
-    labels = f" by ({by}) " if by else ""
-    return f"sum{labels}(rate(headrace_gateway_{metric}{{{_JOB}{where}}}[$__rate_interval]))"
-
-
-def _most(metric: str) -> str:
-    return f"max(headrace_gateway_{metric}{{{_JOB}}})"
+    }

@@ -8,9 +8,8 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders import dashboard as sdk
 
 from headrace_monitoring.dashboards.expressions import Query
-from headrace_monitoring.dashboards.panels import Panel, build, graph
+from headrace_monitoring.dashboards.panels import Row, build, graph, stack
 
-JOB = "neuron-monitor"
 _MEMORY = ("tensors", "constants", "model_code", "model_shared_scratchpad", "runtime_memory")
 _ECC = "hardware_ecc_events_total|neurondevice_hw_ecc_events_total"
 """The older and the newer name."""
@@ -25,72 +24,50 @@ def dashboard() -> sdk.Dashboard:
     )
 
 
-def _cores() -> list[Panel]:
-    return [
-        graph(
-            "NeuronCore utilisation",
+def _cores() -> Row:
+    return {
+        "NeuronCore utilisation": graph(
             "Share of the time that each core computes.",
-            "percentunit",
-            [
-                (
-                    f"avg by (instance, neuroncore) ({_level('neuroncore_utilization_ratio')})",
-                    "{{instance}} {{neuroncore}}",
-                )
-            ],
+            ("avg by (instance, neuroncore) (neuroncore_utilization_ratio{@neuron})", "{{instance}} {{neuroncore}}"),
+            unit="percentunit",
         ),
-        graph(
-            "Device memory by use",
+        "Device memory by use": stack(
             "Of all cores: weights and K/V memory are tensors, compiled graphs are model code and scratchpad.",
-            "bytes",
-            [(f"sum({_level(f'neuroncore_memory_usage_{use}')})", use.replace("_", " ")) for use in _MEMORY],
-            stacked=True,
+            *[(f"sum(neuroncore_memory_usage_{use}{{@neuron}})", use.replace("_", " ")) for use in _MEMORY],
+            unit="bytes",
         ),
-        graph(
-            "Memory of the Neuron runtime",
+        "Memory of the Neuron runtime": graph(
             "On the host and on the devices.",
-            "bytes",
-            [(f"sum by (memory_location) ({_level('neuron_runtime_memory_used_bytes')})", "{{memory_location}}")],
+            ("sum by (memory_location) (neuron_runtime_memory_used_bytes{@neuron})", "{{memory_location}}"),
+            unit="bytes",
         ),
-    ]
+    }
 
 
-def _executions() -> list[Panel]:
-    return [
-        graph(
-            "Execution latency",
+def _executions() -> Row:
+    return {
+        "Execution latency": graph(
             "Time of one graph on the device, by percentile.",
-            "s",
-            [(f"max by (percentile) ({_level('execution_latency_seconds')})", "{{percentile}}")],
+            ("max by (percentile) (execution_latency_seconds{@neuron})", "{{percentile}}"),
+            unit="s",
         ),
-        graph(
-            "Executions",
+        "Executions": graph(
             "Graphs a second by how they ended; timed_out and failed_to_queue should be 0.",
-            "ops",
-            [_rate("execution_status_total", "status_type")],
+            _rate_by("execution_status_total", "status_type"),
+            unit="ops",
         ),
-        graph(
-            "Errors of executions",
+        "Errors of executions": graph(
             "Errors a second by type; hardware and runtime speak of a device that fails.",
-            "ops",
-            [_rate("execution_errors_total", "error_type")],
+            _rate_by("execution_errors_total", "error_type"),
+            unit="ops",
         ),
-        graph(
-            "Memory errors of the hardware",
+        "Memory errors of the hardware": graph(
             "ECC events a second by type; uncorrected ones speak of a device that fails.",
-            "ops",
-            [
-                (
-                    f'sum by (event_type) (rate({{__name__=~"{_ECC}",job="{JOB}"}}[$__rate_interval]))',
-                    "{{event_type}}",
-                )
-            ],
+            (f'sum by (event_type) (rate({{__name__=~"{_ECC}",@neuron}}[$__rate_interval]))', "{{event_type}}"),
+            unit="ops",
         ),
-    ]
+    }
 
 
-def _level(metric: str) -> str:
-    return f'{metric}{{job="{JOB}"}}'
-
-
-def _rate(metric: str, by: str) -> Query:
-    return f"sum by ({by}) (rate({_level(metric)}[$__rate_interval]))", f"{{{{{by}}}}}"
+def _rate_by(metric: str, by: str) -> Query:
+    return f"sum by ({by}) (rate({metric}{{@neuron}}[$__rate_interval]))", f"{{{{{by}}}}}"

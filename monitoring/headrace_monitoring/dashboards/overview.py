@@ -5,8 +5,8 @@ from __future__ import annotations
 from grafana_foundation_sdk.builders import dashboard as sdk
 
 from headrace_monitoring import buckets
-from headrace_monitoring.dashboards.expressions import mean, quantile, queue_level, rate, share_within
-from headrace_monitoring.dashboards.panels import Panel, build, distribution, graph, latency, number
+from headrace_monitoring.dashboards.expressions import mean, quantile, queue_level, rate, rate_by, share_within
+from headrace_monitoring.dashboards.panels import Row, build, distribution, graph, latency, number, stack
 
 OUTCOMES = {
     "stop": "green",
@@ -23,16 +23,11 @@ def dashboard() -> sdk.Dashboard:
         "headrace-overview",
         "Headrace: service overview",
         "Promises, queue, latency, where the time goes, outcomes.",
-        {
-            "Service level": _service_level(),
-            "Queue": _queue(),
-            "Latency": _latency(),
-            "Outcomes": _outcomes(),
-        },
+        {"Service level": _service_level(), "Queue": _queue(), "Latency": _latency(), "Outcomes": _outcomes()},
     )
 
 
-def _service_level() -> list[Panel]:
+def _service_level() -> Row:
     ttft, gap, wait = (
         buckets.TIME_TO_FIRST_TOKEN_OBJECTIVE,
         buckets.INTER_TOKEN_LATENCY_OBJECTIVE,
@@ -40,7 +35,7 @@ def _service_level() -> list[Panel]:
     )
     share = ((None, "red"), (0.95, "orange"), (0.99, "green"))
     served = rate("requests_total", where=',outcome=~"stop|length"')
-    return [
+    numbers = [
         number(
             "Ready workers",
             "Workers that take messages from the queue.",
@@ -72,116 +67,89 @@ def _service_level() -> list[Panel]:
         number("Served requests", "Requests a second that ended with stop or length.", "reqps", served),
         number("Generated tokens", "Tokens published a second.", "suffix: tokens/s", rate("generation_tokens_total")),
     ]
+    return dict(numbers)
 
 
-def _queue() -> list[Panel]:
+def _queue() -> Row:
     level = queue_level("queue_messages", "queue", ',state="ready"')
     ready = f"sum({level})"
-    return [
-        graph(
-            "Messages by state",
+    return {
+        "Messages by state": graph(
             "Levels in Redis: ready to be taken, leased by a worker (unacked), dead letters.",
-            "none",
-            [(queue_level("queue_messages", "queue, state"), "{{queue}} {{state}}")],
+            (queue_level("queue_messages", "queue, state"), "{{queue}} {{state}}"),
         ),
-        graph(
-            "Ready messages by priority",
+        "Ready messages by priority": stack(
             "Priority 0 goes first. Priorities between two steps share the lower step's list. From the exporter.",
-            "none",
-            [
-                (
-                    f"sum by (priority) ({queue_level('queue_ready_messages', 'queue, priority')})",
-                    "priority {{priority}}",
-                )
-            ],
-            stacked=True,
+            (f"sum by (priority) ({queue_level('queue_ready_messages', 'queue, priority')})", "priority {{priority}}"),
         ),
-        graph(
-            "Age of the oldest ready message",
+        "Age of the oldest ready message": graph(
             "How long the message next in line has waited. Rises steadily when nobody takes messages.",
-            "s",
-            [(queue_level("queue_oldest_message_age_seconds", "queue"), "{{queue}}")],
+            (queue_level("queue_oldest_message_age_seconds", "queue"), "{{queue}}"),
+            unit="s",
         ),
-        latency("Queue wait", "From enqueue until a worker took the message.", "queue_wait_seconds"),
-        graph(
-            "Queue wait by priority, p95",
+        "Queue wait": latency("From enqueue until a worker took the message.", "queue_wait_seconds"),
+        "Queue wait by priority, p95": graph(
             "Priorities between two steps share the lower step's list.",
-            "s",
-            [(quantile(0.95, "queue_wait_seconds", "priority"), "priority {{priority}}")],
+            (quantile(0.95, "queue_wait_seconds", "priority"), "priority {{priority}}"),
+            unit="s",
         ),
-        graph(
-            "Messages in and out",
+        "Messages in and out": graph(
             "Taken from the queue, ended, and taken again after another worker had not finished.",
-            "mps",
-            [
-                (rate("queue_received_messages_total"), "received"),
-                (rate("queue_timed_messages_total", "clock"), "waited by the clock of {{clock}}"),
-                (rate("requests_total"), "ended"),
-                (rate("queue_redelivered_messages_total"), "redelivered"),
-            ],
+            (rate("queue_received_messages_total"), "received"),
+            (rate("queue_timed_messages_total", "clock"), "waited by the clock of {{clock}}"),
+            (rate("requests_total"), "ended"),
+            (rate("queue_redelivered_messages_total"), "redelivered"),
+            unit="mps",
         ),
-        graph(
-            "Time to drain the queue",
+        "Time to drain the queue": graph(
             "Ready messages divided by the rate at which requests ended in the last 5 minutes.",
-            "s",
-            [(f"{ready} / sum(rate(headrace_requests_total{{@}}[5m]))", "drain time")],
+            (f"{ready} / sum(rate(headrace_requests_total{{@}}[5m]))", "drain time"),
+            unit="s",
         ),
-    ]
+    }
 
 
-def _latency() -> list[Panel]:
+def _latency() -> Row:
     ttft = "time_to_first_token_seconds"
-    return [
-        latency("Time to first token", "From enqueue until the first token was published.", ttft),
-        latency("Inter-token latency", "Between two tokens of a request as published.", "inter_token_latency_seconds"),
-        latency(
-            "Time per output token",
+    return {
+        "Time to first token": latency("From enqueue until the first token was published.", ttft),
+        "Inter-token latency": latency("Between two tokens of a request as published.", "inter_token_latency_seconds"),
+        "Time per output token": latency(
             "Mean of each request between two of its tokens; what a reader feels as speed.",
             "request_time_per_output_token_seconds",
         ),
-        latency(
-            "Request duration",
+        "Request duration": latency(
             "From enqueue until the stream ended, for requests that ended with stop or length.",
             "request_duration_seconds",
         ),
-        distribution("Time to first token, distribution", "Requests by time to first token.", "s", ttft),
-        graph(
-            "Where the time goes, means",
+        "Time to first token, distribution": distribution("Requests by time to first token.", "s", ttft),
+        "Where the time goes, means": stack(
             "The stages of a request one after the other: queue, engine's queue, prefill, decode.",
-            "s",
-            [
-                (mean("queue_wait_seconds"), "queue"),
-                (mean("engine_queue_seconds"), "engine's queue"),
-                (mean("engine_prefill_seconds"), "prefill"),
-                (mean("engine_decode_seconds"), "decode"),
-            ],
-            stacked=True,
+            (mean("queue_wait_seconds"), "queue"),
+            (mean("engine_queue_seconds"), "engine's queue"),
+            (mean("engine_prefill_seconds"), "prefill"),
+            (mean("engine_decode_seconds"), "decode"),
+            unit="s",
         ),
-    ]
+    }
 
 
-def _outcomes() -> list[Panel]:
-    return [
-        graph(
-            "Requests by outcome",
+def _outcomes() -> Row:
+    return {
+        "Requests by outcome": stack(
             "How streams ended. Rejected requests were refused as invalid; errors are ours.",
-            "reqps",
-            [(rate("requests_total", "outcome"), "{{outcome}}")],
-            stacked=True,
+            rate_by("requests_total", "outcome"),
+            unit="reqps",
             colours=OUTCOMES,
         ),
-        distribution("Prompt length", "Requests by prompt tokens.", "none", "request_prompt_tokens"),
-        distribution("Generated length", "Requests by generated tokens.", "none", "request_generation_tokens"),
-        graph(
-            "Dead letters (1 h)",
+        "Prompt length": distribution("Requests by prompt tokens.", "none", "request_prompt_tokens"),
+        "Generated length": distribution("Requests by generated tokens.", "none", "request_generation_tokens"),
+        "Dead letters (1 h)": graph(
             "Messages given up, by reason, as workers counted them. Each needs a look.",
-            "none",
-            [("sum by (reason) (increase(headrace_queue_dead_lettered_messages_total{@}[1h]))", "{{reason}}")],
+            ("sum by (reason) (increase(headrace_queue_dead_lettered_messages_total{@}[1h]))", "{{reason}}"),
         ),
-        graph(
-            "Dead letters kept",
+        "Dead letters kept": graph(
             "What lies in the list of dead letters now, by reason. From the exporter.",
-            "none",
-            [(queue_level("queue_dead_letters", "queue, reason"), "{{queue}} {{reason}}")],
+            (queue_level("queue_dead_letters", "queue, reason"), "{{queue}} {{reason}}"),
         ),
-    ]
+    }

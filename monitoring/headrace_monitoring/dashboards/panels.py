@@ -30,85 +30,74 @@ COLUMNS = 24
 TAG = "headrace"
 
 Panel = timeseries.Panel | stat.Panel | heatmap.Panel | statetimeline.Panel
+"""Without its title and its place, which `build` gives it."""
+Row = Mapping[str, Panel]
+"""By title."""
+Thresholds = Sequence[tuple[float | None, str]]
+"""From which value on, and the colour; the first with None."""
 
 
-def graph(
-    title: str,
-    description: str,
-    unit: str,
-    queries: Sequence[Query],
-    *,
-    stacked: bool = False,
-    exemplars: bool = False,
-    colours: Mapping[str, str] | None = None,
-) -> Panel:
-    """Lines over time.
-
-    With `exemplars`, also dots that lead to the traces of single requests, where there are any. `colours` are those of
-    legends that mean something good or bad; the others get the palette's, in their order.
-    """
-    panel = (
-        timeseries.Panel()
-        .title(title)
-        .description(description)
-        .unit(unit)
-        .datasource(DATA_SOURCE)
-        .min(0)
-        .fill_opacity(30 if stacked else 5)
-        .height(8)
-    )
-    if stacked:
-        panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL))
-    for legend, colour in (colours or {}).items():
-        fixed = dashboard.FieldColor().mode(FieldColorModeId.FIXED).fixed_color(colour).build()
-        panel.override_by_name(legend, [DynamicConfigValue("color", fixed)])
-    for place, (expression, legend) in enumerate(queries):
-        target = _target(expression, legend)
-        # all queries of such a panel read one histogram: once is enough
-        panel.with_target(target.exemplar(True) if exemplars and place == 0 else target)
+def graph(description: str, *queries: Query, unit: str = "none") -> timeseries.Panel:
+    """Lines over time."""
+    panel = timeseries.Panel().description(description).unit(unit).min(0).fill_opacity(5).height(8)
+    for query in queries:
+        panel.with_target(_target(*query))
     return panel
 
 
-def share(title: str, description: str, queries: Sequence[Query]) -> Panel:
+def stack(description: str, *queries: Query, unit: str = "none", colours: Mapping[str, str] | None = None) -> Panel:
+    """Lines over time, each on the sum of those below it.
+
+    `colours` are those of legends that mean something good or bad; the others get the palette's, in their order.
+    """
+    panel = graph(description, *queries, unit=unit).fill_opacity(30)
+    panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL))
+    for legend, colour in (colours or {}).items():
+        fixed = dashboard.FieldColor().mode(FieldColorModeId.FIXED).fixed_color(colour).build()
+        panel.override_by_name(legend, [DynamicConfigValue("color", fixed)])
+    return panel
+
+
+def share(description: str, *queries: Query) -> Panel:
     """Shares of a whole over time, on a scale that always ends at 100%."""
-    panel = graph(title, description, "percentunit", queries)
-    assert isinstance(panel, timeseries.Panel)
-    return panel.max(1)
+    return graph(description, *queries, unit="percentunit").max(1)
 
 
-def latency(title: str, description: str, histogram: str) -> Panel:
-    """Quantiles and mean of a histogram of seconds whose exemplars are traces."""
-    return graph(title, description, "s", quantiles(histogram), exemplars=True)
+def latency(description: str, histogram: str) -> Panel:
+    """Quantiles and mean of a histogram of seconds, and dots that lead to the traces of single requests."""
+    first, *others = quantiles(histogram)
+    # all queries read one histogram: its exemplars once are enough
+    panel = graph(description, unit="s").with_target(_target(*first).exemplar(True))
+    for query in others:
+        panel.with_target(_target(*query))
+    return panel
 
 
 def number(
-    title: str, description: str, unit: str, expression: str, thresholds: Sequence[tuple[float | None, str]] = ()
-) -> Panel:
-    """One number; `thresholds` are (from value, colour), the first with None."""
-    steps = [Threshold(value, colour) for value, colour in thresholds or ((None, "blue"),)]
-    return (
+    title: str, description: str, unit: str, expression: str, thresholds: Thresholds = ((None, "blue"),)
+) -> tuple[str, Panel]:
+    """One number, with its title, which is the legend, too."""
+    steps = [Threshold(value, colour) for value, colour in thresholds]
+    panel = (
         stat.Panel()
-        .title(title)
         .description(description)
         .unit(unit)
-        .datasource(DATA_SOURCE)
         .thresholds(dashboard.ThresholdsConfig().steps(steps))
         .height(4)
         .with_target(_target(expression, title))
     )
+    return title, panel
 
 
-def distribution(title: str, description: str, unit: str, histogram: str) -> Panel:
+def distribution(description: str, unit: str, histogram: str) -> Panel:
     """A histogram over time, as a heat map."""
     expression = f"sum by (le) (increase(headrace_{histogram}_bucket{{@}}[$__rate_interval]))"
     return (
         heatmap.Panel()
-        .title(title)
         .description(description)
         .unit(unit)
         .y_axis(heatmap.YAxisConfig().unit(unit))
         .color(heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Oranges").steps(64))
-        .datasource(DATA_SOURCE)
         .height(8)
         .with_target(_target(expression, "{{le}}").format(PromQueryFormat.HEATMAP))
     )
@@ -117,29 +106,27 @@ def distribution(title: str, description: str, unit: str, histogram: str) -> Pan
 OFF_ON = (("Off", "red"), ("On", "green"))
 
 
-def states(title: str, description: str, queries: Sequence[Query], names: Sequence[tuple[str, str]] = OFF_ON) -> Panel:
+def states(description: str, *queries: Query, names: Sequence[tuple[str, str]] = OFF_ON) -> Panel:
     """States over time, one bar a series; `names` are what the values 0, 1, 2... mean, with their colours."""
     meanings = {str(value): ValueMappingResult(name, colour, index=value) for value, (name, colour) in enumerate(names)}
     panel = (
         statetimeline.Panel()
-        .title(title)
         .description(description)
         .unit("none")
-        .datasource(DATA_SOURCE)
         .mappings([ValueMap(meanings)])
         .color_scheme(dashboard.FieldColor().mode(FieldColorModeId.THRESHOLDS))
         .thresholds(dashboard.ThresholdsConfig().steps([Threshold(None, "text")]))  # the mappings have the colours
         .height(8)
     )
-    for expression, legend in queries:
-        panel.with_target(_target(expression, legend))
+    for query in queries:
+        panel.with_target(_target(*query))
     return panel
 
 
-def build(uid: str, title: str, description: str, rows: Mapping[str, Sequence[Panel]]) -> dashboard.Dashboard:
-    """A dashboard with the variables and links that all of ours have."""
+def build(uid: str, name: str, description: str, rows: Mapping[str, Row]) -> dashboard.Dashboard:
+    """A dashboard with the variables and links that all of ours have; `rows` by title."""
     built = (
-        dashboard.Dashboard(title)
+        dashboard.Dashboard(name)
         .uid(uid)
         .description(description)
         .tags([TAG, "llm"])
@@ -164,8 +151,8 @@ def build(uid: str, title: str, description: str, rows: Mapping[str, Sequence[Pa
     ids = itertools.count(1)  # links to a panel name its id
     for row, panels in rows.items():
         built.with_row(dashboard.Row(row).id(next(ids)))
-        for panel, width in zip(panels, _widths(panels), strict=True):
-            built.with_panel(panel.span(width).id(next(ids)))
+        for (title, panel), width in zip(panels.items(), _widths([*panels.values()]), strict=True):
+            built.with_panel(panel.title(title).datasource(DATA_SOURCE).span(width).id(next(ids)))
     return built
 
 

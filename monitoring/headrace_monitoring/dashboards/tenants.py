@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard as sdk
 
-from headrace_monitoring.dashboards.expressions import mean, quantile, queue_level, rate
-from headrace_monitoring.dashboards.panels import Panel, build, graph
+from headrace_monitoring.dashboards.expressions import mean, quantile, queue_level, rate, rate_by
+from headrace_monitoring.dashboards.panels import Row, build, graph, stack
 
 
 def dashboard() -> sdk.Dashboard:
@@ -17,60 +17,45 @@ def dashboard() -> sdk.Dashboard:
     )
 
 
-def _share() -> list[Panel]:
-    return [
-        graph(
-            "Requests by tenant",
-            "Requests a second whose stream ended.",
-            "reqps",
-            [(rate("tenant_requests_total", "tenant"), "{{tenant}}")],
-            stacked=True,
+def _share() -> Row:
+    return {
+        "Requests by tenant": stack(
+            "Requests a second whose stream ended.", rate_by("tenant_requests_total", "tenant"), unit="reqps"
         ),
-        graph(
-            "Generated tokens by tenant",
+        "Generated tokens by tenant": stack(
             "Tokens a second of requests that have ended.",
-            "suffix: tokens/s",
-            [(rate("tenant_tokens_total", "tenant", ',kind="generated"'), "{{tenant}}")],
-            stacked=True,
+            rate_by("tenant_tokens_total", "tenant", ',kind="generated"'),
+            unit="suffix: tokens/s",
         ),
-        graph(
-            "Prompt tokens by tenant",
+        "Prompt tokens by tenant": stack(
             "Tokens a second of requests that have ended, cached ones among them.",
-            "suffix: tokens/s",
-            [(rate("tenant_tokens_total", "tenant", ',kind="prompt"'), "{{tenant}}")],
-            stacked=True,
+            rate_by("tenant_tokens_total", "tenant", ',kind="prompt"'),
+            unit="suffix: tokens/s",
         ),
-    ]
+    }
 
 
-def _service() -> list[Panel]:
+def _service() -> Row:
     failed = rate("tenant_requests_total", "tenant", ',outcome!~"stop|length"')
     queued = queue_level("tenant_queued_messages", "queue, tenant")
-    return [
-        graph(
-            "Waiting messages by tenant",
+    return {
+        "Waiting messages by tenant": stack(
             "Messages in the queue, without those that no worker has sorted yet.",
-            "none",
-            [(f"sum by (tenant) ({queued})", "{{tenant}}")],
-            stacked=True,
+            (f"sum by (tenant) ({queued})", "{{tenant}}"),
         ),
-        graph(
-            "Queue wait by tenant, p95",
+        "Queue wait by tenant, p95": graph(
             "From enqueue until a worker took the message.",
-            "s",
-            [(quantile(0.95, "tenant_queue_wait_seconds", "tenant"), "{{tenant}}")],
+            (quantile(0.95, "tenant_queue_wait_seconds", "tenant"), "{{tenant}}"),
+            unit="s",
         ),
-        graph(
-            "Queue wait by tenant, mean",
+        "Queue wait by tenant, mean": graph(
             "From enqueue until a worker took the message.",
-            "s",
-            [(mean("tenant_queue_wait_seconds", "tenant"), "{{tenant}}")],
+            (mean("tenant_queue_wait_seconds", "tenant"), "{{tenant}}"),
+            unit="s",
         ),
-        graph(
-            "Requests not served, by tenant",
+        "Requests not served, by tenant": stack(
             "Requests a second that were cancelled, expired, refused, or ended with an error.",
-            "reqps",
-            [(failed, "{{tenant}}")],
-            stacked=True,
+            (failed, "{{tenant}}"),
+            unit="reqps",
         ),
-    ]
+    }

@@ -22,6 +22,7 @@ from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.leases import Leases
 from headrace_broker.reasons import DEAD_LETTER_LABELS
 from headrace_broker.tokenizer_calls import TokenizerCalls
+from headrace_engine.config import EngineConfig
 from headrace_engine.engine_names import OWN_ENGINE
 from headrace_monitoring.health import HealthServer
 from headrace_monitoring.labels import LabelSets
@@ -29,12 +30,14 @@ from headrace_monitoring.logging import frames, process_fields
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.tracing import make_tracer_provider
 from headrace_monitoring.worker_health import WorkerHealth
+from headrace_workers.adapters import Adapters
 from headrace_workers.answer_formats import AnswerFormats
 from headrace_workers.dispatcher import HEARTBEAT_SECONDS, Dispatcher
 from headrace_workers.long_lived_objects import exempt_long_lived_objects
 from headrace_workers.preemption import Preemption
 from headrace_workers.preparation_lane import PreparationLane
 from headrace_workers.queue_gauges import QueueGauges
+from headrace_workers.settings import WorkerSettings
 from headrace_workers.supervisor import EngineSupervisor
 from headrace_workers.tokenizer_service import TokenizerService
 
@@ -59,23 +62,12 @@ class EngineStep(bootsteps.StartStopStep):
 
     def create(self, worker: Any) -> "EngineStep":
         settings = worker.app.worker_settings
-        broker = settings.broker()
-        config = settings.engine_config()
-        adapters = settings.adapters()
-        queue = queue_name(settings.served_name)
-        process_fields.set(worker=worker.hostname or socket.gethostname())
+        broker, config, adapters = settings.broker(), settings.engine_config(), settings.adapters()
+        self._name: str = worker.hostname or socket.gethostname()
+        process_fields.set(worker=self._name)
         self._grace_seconds: float = settings.grace_seconds
-        self.metrics = Metrics(
-            model=settings.served_name,
-            queue=queue,
-            version=version("headrace"),
-            stall_limit=settings.stall_limit(),
-            label_sets=LabelSets(
-                dead_letter_reasons=DEAD_LETTER_LABELS, tenants=settings.tenant_names, adapters=adapters.names
-            ),
-        )
-        if config.engine != OWN_ENGINE:  # its step statistics are known when it is ready
-            self.metrics.steps_tell_only(())
+        self._preemption_wait_seconds: float = settings.preemption_wait_seconds
+        self.metrics = _make_metrics(settings, config, adapters)
         self._health = WorkerHealth(step_timeout=settings.step_timeout())
         self._server = HealthServer(
             exposition=self.metrics.exposition,
@@ -84,20 +76,38 @@ class EngineStep(bootsteps.StartStopStep):
             host=settings.metrics_host,
             port=settings.metrics_port,
         )
-        name = worker.hostname or socket.gethostname()
         self._tracer_provider = (
-            make_tracer_provider("headrace-worker", version("headrace"), name) if settings.tracing else None
+            make_tracer_provider("headrace-worker", version("headrace"), self._name) if settings.tracing else None
         )
         self.queues = [queue_name(name) for name in settings.served_names]
         """The queues that the worker was started with."""
         self._cancelled: set[str] = set()
-        self.client = client = connect(broker.redis_url)
-        self.dispatcher = Dispatcher(
-            client=client,
-            stream_ttl_seconds=broker.result_ttl_seconds,
+        self.client = connect(broker.redis_url)
+        self.dispatcher = self._make_dispatcher(worker, settings, config, adapters, broker.result_ttl_seconds)
+        self._supervisor = self.dispatcher.supervisor
+        self._tokenizer_service = TokenizerService(
+            TokenizerCalls(self.client, settings.served_names),
+            self.dispatcher.answer_call,
+            lambda: self.dispatcher.answers_calls,
+        )
+        self._lists = [name for queue in self.queues for name in queue_lists(queue)]
+        self._gauges = QueueGauges(self.client, self.queues, self.metrics, self._health)
+        self._channel: Any = None
+        self._leases: Leases | None = None
+        self._grace_ends_at = math.inf
+        """When the grace period of a drain command ends."""
+        worker.app.while_disconnected = self.run_while_disconnected
+        return self
+
+    def _make_dispatcher(
+        self, worker: Any, settings: WorkerSettings, config: EngineConfig, adapters: Adapters, stream_ttl_seconds: int
+    ) -> Dispatcher:
+        return Dispatcher(
+            client=self.client,
+            stream_ttl_seconds=stream_ttl_seconds,
             served_names=settings.served_names,
             adapters=adapters,
-            worker_name=name,
+            worker_name=self._name,
             supervise=partial(EngineSupervisor, config, stall_seconds=settings.stall_limit()),
             make_lane=PreparationLane,
             preparation_settings={
@@ -120,21 +130,6 @@ class EngineStep(bootsteps.StartStopStep):
             preemption=Preemption(settings.max_preemptions, config.scheduler.max_num_seqs, self.metrics),
             publish_interval=settings.publish_interval,
         )
-        self._supervisor = self.dispatcher.supervisor
-        self._tokenizer_service = TokenizerService(
-            TokenizerCalls(client, settings.served_names),
-            self.dispatcher.answer_call,
-            lambda: self.dispatcher.answers_calls,
-        )
-        self._lists = [name for queue in self.queues for name in queue_lists(queue)]
-        self._gauges = QueueGauges(client, self.queues, self.metrics, self._health)
-        self._preemption_wait_seconds: float = settings.preemption_wait_seconds
-        self._channel: Any = None
-        self._leases: Leases | None = None
-        self._grace_ends_at = math.inf
-        """When the grace period of a drain command ends."""
-        worker.app.while_disconnected = self.run_while_disconnected
-        return self
 
     def start(self, worker: Any) -> None:
         self._server.start()
@@ -293,6 +288,21 @@ class EngineConsumerStep(bootsteps.StartStopStep):
 
     def register_with_event_loop(self, consumer: Any, hub: Any) -> None:
         consumer.controller.headrace.attach(consumer, hub)
+
+
+def _make_metrics(settings: WorkerSettings, config: EngineConfig, adapters: Adapters) -> Metrics:
+    metrics = Metrics(
+        model=settings.served_name,
+        queue=queue_name(settings.served_name),
+        version=version("headrace"),
+        stall_limit=settings.stall_limit(),
+        label_sets=LabelSets(
+            dead_letter_reasons=DEAD_LETTER_LABELS, tenants=settings.tenant_names, adapters=adapters.names
+        ),
+    )
+    if config.engine != OWN_ENGINE:  # its step statistics are known when it is ready
+        metrics.steps_tell_only(())
+    return metrics
 
 
 def _nothing() -> None:

@@ -42,7 +42,7 @@ from headrace_gateway.errors import ApiError
 from headrace_gateway.event_stream import end_tasks
 from headrace_gateway.files import files_endpoint
 from headrace_gateway.files.stored_files import StoredFiles
-from headrace_gateway.json_response import error_response
+from headrace_gateway.json_response import ErrorResponse
 from headrace_gateway.key_file import KeyFile
 from headrace_gateway.local_guard import LocalGuard
 from headrace_gateway.model_catalog import ModelCatalog
@@ -203,7 +203,7 @@ async def _running(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[None
 
 def _answer(request: Request, error: ApiError) -> Response:
     request.scope["state"]["refusal"] = error.code
-    return error_response(error)
+    return ErrorResponse(error)
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from headrace_gateway.ids import item_id
-from headrace_gateway.problems import Problems, shown
+from headrace_gateway.problems import Problems, named, shown
 
 ROLES: Final = ("user", "assistant", "system", "developer")
 STATUSES: Final = ("in_progress", "completed", "incomplete")
@@ -59,8 +59,9 @@ def _read(path: str, item: Any, problems: Problems) -> Item | None:
     given = {name: value for name, value in item.items() if value is not None}
     kind = given.get("type", "message")
     if not isinstance(kind, str) or kind not in FIELDS:
-        told = repr(kind[:40]) if isinstance(kind, str) else shown(kind)
-        problems.add(f"{path}.type", f"{path}.type must be one of {', '.join(FIELDS)}, not {told}", "unsupported")
+        problems.add(
+            f"{path}.type", f"{path}.type must be one of {', '.join(FIELDS)}, not {named(kind)}", "unsupported"
+        )
         return None
     problems.unknown_fields(path, given, FIELDS[kind])
     identity, status = given.get("id"), given.get("status", "completed")
@@ -77,8 +78,7 @@ def _read(path: str, item: Any, problems: Problems) -> Item | None:
 def _read_message(path: str, given: Mapping[str, Any], problems: Problems) -> Item:
     role = given.get("role")
     if role not in ROLES:
-        told = repr(role[:40]) if isinstance(role, str) else shown(role)
-        problems.add(f"{path}.role", f"{path}.role must be one of {', '.join(ROLES)}, not {told}")
+        problems.add(f"{path}.role", f"{path}.role must be one of {', '.join(ROLES)}, not {named(role)}")
         role = "user"
     return {"role": role, "content": _read_content(f"{path}.content", given.get("content"), str(role), problems)}
 
@@ -95,8 +95,7 @@ def _read_content(path: str, content: Any, role: str, problems: Problems) -> lis
         kind = part.get("type") if isinstance(part, Mapping) else None
         where = f"{path}[{number}]"
         if kind not in _TEXT_PARTS:
-            told = repr(kind[:40]) if isinstance(kind, str) else shown(kind)
-            problems.add(f"{where}.type", f"{where}.type is {told}, only text is supported", "unsupported")
+            problems.add(f"{where}.type", f"{where}.type is {named(kind)}, only text is supported", "unsupported")
             continue
         problems.unknown_fields(where, part, _PART_FIELDS)
         text = part.get("refusal" if kind == "refusal" else "text")

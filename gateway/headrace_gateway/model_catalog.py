@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable
 
 from headrace_broker import AsyncClient, RegisteredModel
-from headrace_gateway.errors import ApiError
+from headrace_gateway.broker_errors import unknown_model
+from headrace_gateway.errors import invalid
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.shared_read import SharedRead
 
@@ -30,7 +31,7 @@ class ModelCatalog:
         Raises ApiError 404 for a model that the key may not use, just as for one that does not exist.
         """
         if not isinstance(name, str) or not name:
-            raise ApiError(400, "invalid_request_error", "invalid_request", "model must be a string", param="model")
+            raise invalid("model must be a string", param="model")
         models = await self.all()
         if key.may_use(name):
             if name in models:
@@ -38,6 +39,4 @@ class ModelCatalog:
             for model in models.values():
                 if name in model.loras:
                     return model, name
-        shown = name[:64]
-        message = f"the model {shown!r} does not exist, or this key may not use it"
-        raise ApiError(404, "invalid_request_error", "model_not_found", message, param="model")
+        raise unknown_model(name)

@@ -215,16 +215,10 @@ def keeps_too_much(most: int) -> ApiError:
     return ApiError(403, "permission_error", "storage_limit_exceeded", message, param="file", headers=headers)
 
 
-async def files_endpoint(request: Request) -> Response:
-    return await (upload if request.method == "POST" else list_files)(request)
-
-
-async def file_endpoint(request: Request) -> Response:
-    return await (delete_file if request.method == "DELETE" else find_file)(request)
-
-
 routes: Final = [
-    Route("/v1/files", files_endpoint, methods=["GET", "POST"]),
-    Route("/v1/files/{id}", file_endpoint, methods=["GET", "DELETE"]),
+    Route("/v1/files", list_files, methods=["GET"]),
+    Route("/v1/files", upload, methods=["POST"]),
+    Route("/v1/files/{id}", find_file, methods=["GET"]),
+    Route("/v1/files/{id}", delete_file, methods=["DELETE"]),
     Route("/v1/files/{id}/content", read_content, methods=["GET"]),
 ]

@@ -15,7 +15,7 @@ from headrace_gateway.call import Call, ChatForm, MessageForm
 from headrace_gateway.call_fields import MAX_TOKENS, boolean, integer, without_nulls
 from headrace_gateway.chat_fields import read_chat
 from headrace_gateway.problems import Problems, named, shown
-from headrace_gateway.tool_fields import MAX_TOOLS, is_name
+from headrace_gateway.tool_fields import MAX_TOOLS, check_name
 
 EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
 DISPLAYS: Final = ("summarized", "omitted")
@@ -115,9 +115,7 @@ def _read_tool(path: str, tool: Any, problems: Problems) -> dict[str, Any] | Non
     elif (problem := data_problem(f"{path}.input_schema", schema)) is not None:
         problems.add(f"{path}.input_schema", problem)
     name = tool.get("name")
-    if not is_name(name):
-        message = f"{path}.name must be 1 to 64 of the characters A-Z a-z 0-9 _ -, not {shown(name)}"
-        problems.add(f"{path}.name", message)
+    check_name(path, name, problems)
     function = {"name": name, "parameters": schema}
     for field, kinds, told in (("description", str, "a string"), ("strict", bool, "true or false")):
         if isinstance(tool.get(field), kinds):

@@ -1,8 +1,5 @@
 """The models that requests may name. The queue's registry is read at most once a second."""
 
-import time
-from collections.abc import Callable
-
 from headrace_broker import AsyncClient, RegisteredModel
 from headrace_gateway.broker_errors import unknown_model
 from headrace_gateway.errors import invalid
@@ -13,8 +10,8 @@ from headrace_gateway.shared_read import SharedRead
 class ModelCatalog:
     """Registered models by served name. Adapters are found by their own names."""
 
-    def __init__(self, client: AsyncClient, now: Callable[[], float] = time.monotonic) -> None:
-        self._models = SharedRead(client.models, now)
+    def __init__(self, client: AsyncClient) -> None:
+        self._models = SharedRead(client.models)
 
     async def all(self) -> dict[str, RegisteredModel]:
         """Return all models. Raises QueueUnavailableError if Redis is unavailable."""

@@ -119,9 +119,7 @@ async def find_room(files: StoredFiles, key: ApiKey, most: int) -> int:
     if size >= most:
         raise keeps_too_much(most)
     if count >= MOST_FILES:
-        message = f"the key has {count} files, the limit is {MOST_FILES}: delete some"
-        headers = {"connection": "close"}
-        raise ApiError(403, "permission_error", "storage_limit_exceeded", message, param="file", headers=headers)
+        raise _limit_reached(f"the key has {count} files, the limit is {MOST_FILES}: delete some")
     return most - size
 
 
@@ -210,7 +208,10 @@ def _too_large(most: int) -> ApiError:
 
 
 def keeps_too_much(most: int) -> ApiError:
-    message = f"the files of this key may take {most} bytes in total: delete some"
+    return _limit_reached(f"the files of this key may take {most} bytes in total: delete some")
+
+
+def _limit_reached(message: str) -> ApiError:
     headers = {"connection": "close"}
     return ApiError(403, "permission_error", "storage_limit_exceeded", message, param="file", headers=headers)
 

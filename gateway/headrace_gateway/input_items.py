@@ -24,7 +24,8 @@ Item = dict[str, Any]
 def read_items(given: Any, problems: Problems) -> list[Item]:
     """Check `input` and return its items in one format, without ids if the caller gave none."""
     if isinstance(given, str):
-        return [_message("user", [{"type": "input_text", "text": given}])]
+        content = [{"type": "input_text", "text": given}]
+        return [{"type": "message", "status": "completed", "role": "user", "content": content}]
     if not isinstance(given, list) or not given:
         told = "an empty array" if given == [] else shown(given)
         problems.add("input", f"input must be a string or an array of at least one item, not {told}")
@@ -46,10 +47,6 @@ def with_ids(items: Sequence[Item], response_id: str) -> tuple[Item, ...]:
     return tuple(
         {"id": item_id(_PREFIXES[item["type"]], response_id, f"i{place}"), **item} for place, item in enumerate(items)
     )
-
-
-def _message(role: str, content: list[dict[str, Any]]) -> Item:
-    return {"type": "message", "status": "completed", "role": role, "content": content}
 
 
 def _read(path: str, item: Any, problems: Problems) -> Item | None:

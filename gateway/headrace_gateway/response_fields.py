@@ -41,10 +41,7 @@ def read_response(
     logprobs = _read_logprobs(given, problems)
     if logprobs is not None:
         sampling["logprobs"] = logprobs
-    tools = _read_tools(given, problems)
-    has_format = isinstance(given.get("text"), Mapping) and "format" in given["text"]
-    if has_format and "structured_outputs" in sampling and tools.shown:
-        problems.add("text.format", "text.format excludes tools: its grammar permits no call")
+    tools = _read_tools(given, sampling, problems)
     parallel = boolean(given, "parallel_tool_calls", problems, default=True)
     effort = chat_fields.effort_variables(reasoning["effort"], model, problems, name="reasoning.effort")
     variables = {**effort, **chat_fields.template_variables(given, model, problems)}
@@ -163,9 +160,9 @@ def _read_logprobs(given: Mapping[str, Any], problems: Problems) -> int | None:
     return (top or 0) if top or INCLUDABLE[0] in include else None
 
 
-def _read_tools(given: Mapping[str, Any], problems: Problems) -> Tools:
+def _read_tools(given: Mapping[str, Any], sampling: Mapping[str, Any], problems: Problems) -> Tools:
     """Check tools and their choice. In the Responses API a tool has no `function` object."""
-    nested = {name: given[name] for name in ("tools",) if name in given}
+    nested = {"tools": given["tools"]} if "tools" in given else {}
     if isinstance(nested.get("tools"), list):
         nested["tools"] = [_nested(tool) for tool in nested["tools"]]
     choice = given.get("tool_choice")
@@ -177,7 +174,11 @@ def _read_tools(given: Mapping[str, Any], problems: Problems) -> Tools:
             choice = {"type": "allowed_tools", "allowed_tools": {**choice, "tools": listed}}
     if choice is not None:
         nested["tool_choice"] = choice
-    return read_tools(nested, problems, function="")
+    tools = read_tools(nested, problems, function="")
+    has_format = isinstance(given.get("text"), Mapping) and "format" in given["text"]
+    if has_format and "structured_outputs" in sampling and tools.shown:
+        problems.add("text.format", "text.format excludes tools: its grammar permits no call")
+    return tools
 
 
 def _nested(tool: Any) -> Any:

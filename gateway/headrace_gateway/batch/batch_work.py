@@ -91,11 +91,11 @@ class BatchWork:
         """When a line was last answered, or the status last changed."""
 
     async def run(self) -> None:
-        steps = {
+        steps: dict[str, Callable[[Batch], Awaitable[None]]] = {
             "validating": self._validate,
             "in_progress": self._answer,
             "cancelling": self._answer,
-            "finalizing": self._finalize,
+            "finalizing": lambda batch: self._make_files(("finalizing",), batch.ends_as),
         }
         before: Batch | None = None
         while True:
@@ -300,9 +300,6 @@ class BatchWork:
                 await writer.add(rest)
                 rest = []
         await writer.add(rest)
-
-    async def _finalize(self, batch: Batch) -> None:
-        await self._make_files(("finalizing",), batch.ends_as)
 
     async def _make_files(self, before: tuple[str, ...], status: str) -> None:
         """Make the output file and the error file from what is committed, each unless it would be empty."""

@@ -219,10 +219,7 @@ class AsyncLLMEngine:
         """Whether the core has failed or was shut down."""
         return self._dead is not None
 
-    @property
-    def errored(self) -> bool:
-        """Whether the core has failed or was shut down."""
-        return self._dead is not None
+    errored = is_stopped
 
     @property
     def dead_error(self) -> EngineDeadError | None:

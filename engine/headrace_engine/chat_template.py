@@ -3,6 +3,7 @@
 Imports transformers when the first chat is rendered.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
@@ -98,11 +99,7 @@ def reads_variable(template: str, name: str) -> bool:
 
 def _without_generation(template: str) -> str:
     """transformers' generation tag marks the text of the assistant. It has no effect here."""
-    for dash_before in ("", "-"):
-        for dash_after in ("", "-"):
-            for tag in ("generation", "endgeneration"):
-                template = template.replace(f"{{%{dash_before} {tag} {dash_after}%}}", "")
-    return template
+    return re.sub(r"\{%-? (end)?generation -?%\}", "", template)
 
 
 def import_chat_templates() -> None:

@@ -10,6 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -134,33 +135,27 @@ def _without_noise(value: Any) -> Any:
 
 
 def _digest_tensors(files: list[Path], digest: Any) -> None:
-    """Yield tensors in the order of their names, independent of their files."""
-    tensors: dict[str, tuple[Path, int, int, str]] = {}
-    for path in files:
-        with path.open("rb") as file:
+    """Digest tensors in the order of their names, independent of their files."""
+    tensors: dict[str, tuple[BinaryIO, int, int, str]] = {}
+    with ExitStack() as opened:
+        for path in files:
+            file = opened.enter_context(path.open("rb"))
             length = int.from_bytes(file.read(8), "little")
             if length > _LARGEST_HEADER:
                 raise ValueError("the header is too long")
             header = json.loads(file.read(length))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                begin, end = tensor["data_offsets"]
-                about = json.dumps([name, tensor["dtype"], tensor["shape"]])
-                tensors[name] = (path, 8 + length + begin, end - begin, about)
-    if not tensors:
-        raise ValueError("there are no tensors")
-    opened: dict[Path, BinaryIO] = {}
-    try:
+            for name, tensor in header.items():
+                if name != "__metadata__":
+                    begin, end = tensor["data_offsets"]
+                    about = json.dumps([name, tensor["dtype"], tensor["shape"]])
+                    tensors[name] = (file, 8 + length + begin, end - begin, about)
+        if not tensors:
+            raise ValueError("there are no tensors")
         for name in sorted(tensors):
-            path, at, size, about = tensors[name]
+            source, at, size, about = tensors[name]
             digest.update(about.encode())
-            if path not in opened:
-                opened[path] = path.open("rb")
             for offset in _sampled(size, 3 if len(tensors) < _MANY_TENSORS else 1):
-                digest.update(os.pread(opened[path].fileno(), min(_BLOCK, size - offset), at + offset))
-    finally:
-        for done in opened.values():
-            done.close()
+                digest.update(os.pread(source.fileno(), min(_BLOCK, size - offset), at + offset))
 
 
 def _digest_gguf(model: str, digest: Any) -> None:

@@ -149,16 +149,13 @@ class Grammar:
                 if self._matcher.is_error():
                     raise self._failure()
                 break
-            if not self._has_ended():  # nothing may follow the end token
+            if self._matcher.stop_reason() != "EndOfSentence":  # nothing may follow the end token
                 try:
                     mask = self._bitmask()
                 except DeadEndError:
                     mask = bytes(len(mask))
             masks.append(mask)
         return masks + [mask] * (len(draft_token_ids) - len(masks))
-
-    def _has_ended(self) -> bool:
-        return self._matcher.stop_reason() == "EndOfSentence"
 
     def _consume(self, token_ids: Sequence[int]) -> None:
         self._automaton.num_tokens += len(token_ids)

@@ -1,7 +1,5 @@
 """Anthropic's Messages API: create a message, retrieve one, count the tokens of a prompt."""
 
-import time
-from functools import partial
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -16,9 +14,8 @@ from headrace_gateway.call import MessageForm
 from headrace_gateway.context import gateway_of, key_of
 from headrace_gateway.cursor import Cursor
 from headrace_gateway.errors import ApiError
-from headrace_gateway.event_stream import unless_disconnected
-from headrace_gateway.generation import plain, require_redis, retrieve, streamed, submit
-from headrace_gateway.headers import ResumeStyle, read_headers
+from headrace_gateway.generation import create, require_redis, retrieve
+from headrace_gateway.headers import ResumeStyle
 from headrace_gateway.json_response import JsonResponse
 from headrace_gateway.tokenizer_calls import count_tokens
 
@@ -46,18 +43,9 @@ class MessageFraming:
 
 async def create_message(request: Request) -> Response:
     """`POST /v1/messages`."""
-    arrived = time.monotonic()
-    gateway, key = gateway_of(request), key_of(request)
-    require_redis(request)
-    headers = read_headers(request.headers, gateway.settings)
-    body = await read_json(request, gateway.settings.max_body_bytes)
-    model, lora = await gateway.models.find(body.get("model"), key)
-    call = read_message(body, model=model, lora=lora)
-    request.scope["state"]["answer_headers"] = await gateway.limits.admit(key)
-    envelope = await submit(gateway, key, call, headers, "msg_", model.name)
-    if call.stream:
-        return await streamed(gateway, key, envelope, MessageFraming(headers.resume), arrived=arrived)
-    return await unless_disconnected(request.receive, partial(plain, gateway, key, envelope))
+    return await create(
+        request, "msg_", lambda body, model, lora: read_message(body, model=model, lora=lora), MessageFraming
+    )
 
 
 async def retrieve_message(request: Request) -> Response:

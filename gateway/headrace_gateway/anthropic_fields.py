@@ -14,8 +14,8 @@ from headrace_gateway.anthropic_content import read_conversation, text_of
 from headrace_gateway.call import Call, ChatForm, MessageForm
 from headrace_gateway.call_fields import MAX_TOKENS, boolean, integer, without_nulls
 from headrace_gateway.chat_fields import read_chat
-from headrace_gateway.problems import Problems, shown
-from headrace_gateway.tool_fields import MAX_TOOLS, is_name
+from headrace_gateway.problems import Problems, named, shown
+from headrace_gateway.tool_fields import MAX_TOOLS, check_name
 
 EFFORTS: Final = ("low", "medium", "high", "xhigh", "max")
 DISPLAYS: Final = ("summarized", "omitted")
@@ -24,13 +24,14 @@ TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 TOOL_FIELDS: Final = ("name", "description", "input_schema", "strict", "type")
 TOOL_HINTS: Final = ("cache_control", "eager_input_streaming", "input_examples", "allowed_callers", "defer_loading")
 """Accepted without effect."""
+_IGNORED: Final = field_tables.MESSAGES_IGNORED.keys()
 
 
 def read_message(body: Mapping[str, Any], *, model: RegisteredModel, lora: str | None) -> Call:
     """Check the body of `/v1/messages`. Raises ApiError that lists every problem."""
     given = without_nulls(body)
     problems = Problems()
-    _check_names(given, field_tables.MESSAGES, problems)
+    problems.unknown_names(given, field_tables.MESSAGES | _IGNORED, field_tables.MESSAGES_REFUSED)
     chat = _chat_of(given, model, problems)
     max_tokens = integer(given, "max_tokens", 1, MAX_TOKENS, problems)
     if "max_tokens" not in given:
@@ -60,19 +61,11 @@ def read_counted(body: Mapping[str, Any], *, model: RegisteredModel, lora: str |
     """Check the body of `/v1/messages/count_tokens`: the fields of a message that affect its prompt."""
     given = without_nulls(body)
     problems = Problems()
-    _check_names(given, field_tables.COUNTED_MESSAGES, problems)
+    problems.unknown_names(given, field_tables.COUNTED_MESSAGES | _IGNORED, field_tables.MESSAGES_REFUSED)
     chat = _chat_of(given, model, problems)
     _check_hints(given, problems)
     problems.raise_any()
     return read_chat(chat, model=model, lora=lora)
-
-
-def _check_names(given: Mapping[str, Any], served: frozenset[str], problems: Problems) -> None:
-    for name in given:
-        if name in field_tables.MESSAGES_REFUSED:
-            problems.unsupported(name, f"{name} is not supported: {field_tables.MESSAGES_REFUSED[name]}")
-        elif name not in served and name not in field_tables.MESSAGES_IGNORED:
-            problems.unsupported(name[:64], f"unknown field {name[:64]!r}")
 
 
 def _chat_of(given: Mapping[str, Any], model: RegisteredModel, problems: Problems) -> dict[str, Any]:
@@ -111,8 +104,7 @@ def _read_tool(path: str, tool: Any, problems: Problems) -> dict[str, Any] | Non
         return None
     kind = tool.get("type")
     if kind not in (None, "custom"):
-        told = repr(kind[:40]) if isinstance(kind, str) else shown(kind)
-        message = f"{path}.type must be custom or absent, not {told}: the service runs no server tools"
+        message = f"{path}.type must be custom or absent, not {named(kind)}: the service runs no server tools"
         problems.add(f"{path}.type", message, "unsupported")
         return None
     tool = without_nulls(tool)
@@ -123,9 +115,7 @@ def _read_tool(path: str, tool: Any, problems: Problems) -> dict[str, Any] | Non
     elif (problem := data_problem(f"{path}.input_schema", schema)) is not None:
         problems.add(f"{path}.input_schema", problem)
     name = tool.get("name")
-    if not is_name(name):
-        message = f"{path}.name must be 1 to 64 of the characters A-Z a-z 0-9 _ -, not {shown(name)}"
-        problems.add(f"{path}.name", message)
+    check_name(path, name, problems)
     function = {"name": name, "parameters": schema}
     for field, kinds, told in (("description", str, "a string"), ("strict", bool, "true or false")):
         if isinstance(tool.get(field), kinds):

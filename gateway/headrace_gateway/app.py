@@ -42,7 +42,7 @@ from headrace_gateway.errors import ApiError
 from headrace_gateway.event_stream import end_tasks
 from headrace_gateway.files import files_endpoint
 from headrace_gateway.files.stored_files import StoredFiles
-from headrace_gateway.json_response import error_response
+from headrace_gateway.json_response import ErrorResponse
 from headrace_gateway.key_file import KeyFile
 from headrace_gateway.local_guard import LocalGuard
 from headrace_gateway.model_catalog import ModelCatalog
@@ -54,7 +54,7 @@ from headrace_gateway.response_collector import ResponseCollector
 from headrace_gateway.response_store import ResponseStore
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.watched_file import WatchedFile
-from headrace_gateway.webhooks.announcer import Webhooks
+from headrace_gateway.webhooks.announcer import EndpointFile, Webhooks
 from headrace_gateway.webhooks.endpoint_file import read_endpoints
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 
@@ -72,6 +72,23 @@ _EXPOSED: Final = (
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
 """Response headers that a page of another origin may read."""
+
+
+_PUBLIC: Final = (*probes.routes, *page_files.routes)
+"""They need no key."""
+_ROUTES: Final = (
+    *_PUBLIC,
+    *generation.routes,
+    *anthropic_endpoints.routes,
+    *tokenizer_endpoints.routes,  # before the route of a response's id, which would match their path
+    *responses.refused,
+    *responses.routes,
+    *models_endpoint.routes,
+    *files_endpoint.routes,
+    *batches_endpoint.routes,
+    *overview.routes,
+    *document.routes,
+)
 
 
 def make_app(
@@ -101,53 +118,27 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "gateway"))
-        redis = connect_async(settings.redis_url)
-        streams = connect_async(settings.redis_url)  # a connection pool of its own: readers block in these connections
-        hub = StreamHub(streams)
-        async with AsyncClient(broker) as client:
-            envelopes = EnvelopeStore(redis, broker.result_ttl_seconds)
-            open_responses = Claims(redis, "responses")
-            stored = ResponseStore(redis, envelopes, open_responses, settings.store_life)
-            webhooks = Webhooks(redis, webhook_file, metrics)
-            collector = ResponseCollector(
-                redis,
-                open_responses,
-                envelopes,
-                stored,
-                metrics,
-                webhooks.announce,
-                longest=broker.result_ttl_seconds / 4,
-            )
-            files = None if settings.files is None else StoredFiles(settings.files)
-            app.state.gateway = Gateway(
-                settings,
-                client,
-                redis,
-                ModelCatalog(client),
-                envelopes,
-                hub,
-                metrics,
-                RateLimits(redis),
-                stored,
-                TokenizerClient(redis),
-                webhooks,
-                files,
-                BatchStore(redis),
-            )
-            try:
-                async with (
-                    watch.watching(redis),
-                    webhooks.running(),
-                    _running(keep_running(collector.run)),
-                    running_batches(app.state.gateway),
-                ):
-                    yield
-            finally:
-                await hub.aclose()
-                await streams.aclose()
-                await redis.aclose()
+        async with _open_gateway(settings, broker, metrics, watch, webhook_file) as app.state.gateway:
+            yield
 
+    app = Starlette(
+        routes=_ROUTES,
+        middleware=_middleware(settings, metrics, key_file),
+        exception_handlers={
+            ApiError: _on_api_error,
+            HeadraceBrokerError: _on_broker_error,
+            HTTPException: _on_http_exception,
+            **dict.fromkeys(REDIS_ERRORS, _on_redis_error),
+        },
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False  # a redirect would lose the body of a POST in some clients
+    app.state.redis_watch = watch
+    return app
+
+
+def _middleware(settings: GatewaySettings, metrics: GatewayMetrics, key_file: KeyFile | None) -> list[Middleware]:
+    """Return the middleware, the outermost first."""
     middleware = [Middleware(RequestLog, metrics=metrics)]
     if settings.allowed_origins:
         middleware.append(
@@ -161,34 +152,58 @@ def make_app(
         )
     if key_file is None:
         middleware.append(Middleware(LocalGuard, settings.allowed_origins))
-    public = (*probes.routes, *page_files.routes)
-    middleware.append(Middleware(Authentication, key_file=key_file, public=public))
-    app = Starlette(
-        routes=[
-            *public,
-            *generation.routes,
-            *anthropic_endpoints.routes,
-            *tokenizer_endpoints.routes,  # before the route of a response's id, which would match their path
-            *responses.refused,
-            *responses.routes,
-            *models_endpoint.routes,
-            *files_endpoint.routes,
-            *batches_endpoint.routes,
-            *overview.routes,
-            *document.routes,
-        ],
-        middleware=middleware,
-        exception_handlers={
-            ApiError: _on_api_error,
-            HeadraceBrokerError: _on_broker_error,
-            HTTPException: _on_http_exception,
-            **dict.fromkeys(REDIS_ERRORS, _on_redis_error),
-        },
-        lifespan=lifespan,
-    )
-    app.router.redirect_slashes = False  # a redirect would lose the body of a POST in some clients
-    app.state.redis_watch = watch
-    return app
+    return [*middleware, Middleware(Authentication, key_file=key_file, public=_PUBLIC)]
+
+
+@asynccontextmanager
+async def _open_gateway(
+    settings: GatewaySettings,
+    broker: BrokerSettings,
+    metrics: GatewayMetrics,
+    watch: RedisWatch,
+    webhook_file: EndpointFile | None,
+) -> AsyncIterator[Gateway]:
+    """Open the connections, and run the background tasks while the block runs."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "gateway"))
+    redis = connect_async(settings.redis_url)
+    streams = connect_async(settings.redis_url)  # a connection pool of its own: readers block in these connections
+    hub = StreamHub(streams)
+    async with AsyncClient(broker) as client:
+        envelopes = EnvelopeStore(redis, broker.result_ttl_seconds)
+        open_responses = Claims(redis, "responses")
+        stored = ResponseStore(redis, envelopes, open_responses, settings.store_life)
+        webhooks = Webhooks(redis, webhook_file, metrics)
+        longest = broker.result_ttl_seconds / 4
+        collector = ResponseCollector(
+            redis, open_responses, envelopes, stored, metrics, webhooks.announce, longest=longest
+        )
+        gateway = Gateway(
+            settings,
+            client,
+            redis,
+            ModelCatalog(client),
+            envelopes,
+            hub,
+            metrics,
+            RateLimits(redis),
+            stored,
+            TokenizerClient(redis),
+            webhooks,
+            None if settings.files is None else StoredFiles(settings.files),
+            BatchStore(redis),
+        )
+        try:
+            async with (
+                watch.watching(redis),
+                webhooks.running(),
+                _running(keep_running(collector.run)),
+                running_batches(gateway),
+            ):
+                yield gateway
+        finally:
+            await hub.aclose()
+            await streams.aclose()
+            await redis.aclose()
 
 
 @asynccontextmanager
@@ -203,7 +218,7 @@ async def _running(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[None
 
 def _answer(request: Request, error: ApiError) -> Response:
     request.scope["state"]["refusal"] = error.code
-    return error_response(error)
+    return ErrorResponse(error)
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

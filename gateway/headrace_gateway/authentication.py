@@ -8,7 +8,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace_gateway.errors import ApiError
-from headrace_gateway.json_response import error_response
+from headrace_gateway.json_response import ErrorResponse
 from headrace_gateway.key_file import KeyFile
 from headrace_gateway.keys import ANYONE
 
@@ -32,7 +32,7 @@ class Authentication:
                 self._authenticate(scope)
             except ApiError as error:
                 scope["state"]["refusal"] = error.code
-                await error_response(error)(scope, receive, send)
+                await ErrorResponse(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -15,7 +15,7 @@ from headrace_broker import RegisteredModel
 from headrace_gateway.call import Call
 from headrace_gateway.chat_fields import read_chat
 from headrace_gateway.completion_fields import read_completion
-from headrace_gateway.errors import ApiError, invalid
+from headrace_gateway.errors import invalid
 from headrace_gateway.json_object import read_object
 from headrace_gateway.line_json import encode_line
 from headrace_gateway.problems import shown
@@ -92,9 +92,5 @@ def read_line(raw: bytes) -> BatchLine:
         raise invalid("body.stream must be false or absent: a batch does not stream", param="body.stream")
     for name in line:
         if name not in _FIELDS:
-            raise _unknown(name)
+            raise invalid(f"unknown field {name[:64]!r}", code="unsupported_parameter", param=name[:64])
     return BatchLine(custom_id, url, body)
-
-
-def _unknown(name: str) -> ApiError:
-    return invalid(f"unknown field {name[:64]!r}", code="unsupported_parameter", param=name[:64])

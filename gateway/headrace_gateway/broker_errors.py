@@ -68,5 +68,10 @@ def unavailable() -> ApiError:
     return ApiError(503, "server_error", "queue_unavailable", message, headers={"retry-after": "1"})
 
 
+def unknown_model(name: str) -> ApiError:
+    message = f"the model {name[:64]!r} does not exist, or this key may not use it"
+    return ApiError(404, "invalid_request_error", "model_not_found", message, param="model")
+
+
 def not_found(message: str) -> ApiError:
     return ApiError(404, "invalid_request_error", "not_found", message)

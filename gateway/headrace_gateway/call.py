@@ -99,7 +99,16 @@ class ResponseForm(msgspec.Struct, frozen=True, kw_only=True, tag="response"):
     service_tier: str | None = None
 
 
-AnswerForm: TypeAlias = ChatForm | CompletionForm | ResponseForm | MessageForm
+ParsedForm: TypeAlias = ChatForm | MessageForm | ResponseForm
+"""The forms whose text is searched for calls and reasoning."""
+AnswerForm: TypeAlias = ParsedForm | CompletionForm
+
+
+def with_usage(form: AnswerForm) -> AnswerForm:
+    """Return the form of an answer that is not streamed: its last chunk reports the usage, and no other one does."""
+    if isinstance(form, ChatForm | CompletionForm):
+        return msgspec.structs.replace(form, include_usage=True, continuous_usage=False)
+    return form
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, Final
 
-from headrace_broker import RegisteredModel, SubmitRequest
+from headrace_broker import GenerateRequest, InvalidRequestError, RegisteredModel, SubmitRequest
 from headrace_gateway import field_tables
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.problems import Problems, shown
@@ -137,6 +137,22 @@ def read_response_format(given: Mapping[str, Any], sampling: dict[str, Any], pro
     schema = described["schema"]
     problems.unknown_fields("response_format.json_schema", described, ("name", "description", "schema", "strict"))
     sampling["structured_outputs"] = {"json": schema, **_JSON_SPACE}
+
+
+def check_request(
+    request: SubmitRequest, own_names: Mapping[str, str], problems: Problems, *, messages: str = "messages"
+) -> None:
+    """Apply the queue's own rules before anything is sent.
+
+    Args:
+        own_names: the queue's names of fields -> the names in this API, besides those of the sampling parameters.
+        messages: the field that the messages were made from.
+    """
+    names = {**{ours: name for name, ours in field_tables.SAMPLING.items()}, **own_names}
+    try:
+        GenerateRequest.parse(request)
+    except InvalidRequestError as error:
+        problems.of_queue(error.problems, names, messages=messages)
 
 
 def rest_of_context(model: RegisteredModel | None) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-from headrace_broker import GenerateRequest, InvalidRequestError, RegisteredModel, SubmitRequest
+from headrace_broker import RegisteredModel, SubmitRequest
 from headrace_gateway import call_fields, field_tables
 from headrace_gateway.call import Call, ChatForm
 from headrace_gateway.call_fields import MAX_LOGPROBS, MAX_TOKENS, boolean, integer
@@ -53,12 +53,7 @@ def read_chat(body: Mapping[str, Any], *, model: RegisteredModel | None, lora: s
     _check_refused(given, tools, sampling, problems)
     parallel = boolean(given, "parallel_tool_calls", problems, default=True)
     variables = template_variables(given, model, problems)
-    tool_parser, reasoning_parser = parsers_of(model)
-    if "structured_outputs" in sampling and not tools.shown:
-        reasoning_parser = None  # the grammar covers the output from its first character, so there is no reasoning
-    forced = bind_calls(tools, model, variables, sampling, problems, parallel=parallel)
-    if reads_special_tokens(model, tools, reasoning_parser):
-        sampling.setdefault("skip_special_tokens", False)
+    tool_parser, reasoning_parser = bind_parsers(tools, model, variables, sampling, problems, parallel=parallel)
     knows_developer = model is not None and model.template.developer
     request: SubmitRequest = {
         "messages": read_messages(given.get("messages"), problems, knows_developer=knows_developer),
@@ -71,7 +66,7 @@ def read_chat(body: Mapping[str, Any], *, model: RegisteredModel | None, lora: s
         include_usage=usage,
         continuous_usage=continuous,
         logprobs=logprobs,
-        tool_parser=forced or (tool_parser if tools.choice == "auto" else None),
+        tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         tools=tools.allowed,
         tool_choice=tools.choice,
@@ -90,12 +85,30 @@ def read_chat(body: Mapping[str, Any], *, model: RegisteredModel | None, lora: s
     return Call(given["model"], (request,), form, stream, priority)
 
 
-def parsers_of(model: RegisteredModel | None) -> tuple[str | None, str | None]:
-    """Return the model's tool parser and reasoning parser. A name that only newer gateways know counts as none."""
-    if model is None:
-        return None, None
-    tool_parser = model.tool_parser if model.tool_parser in TOOL_PARSERS else None
-    return tool_parser, model.reasoning_parser if model.reasoning_parser in REASONING_PARSERS else None
+def bind_parsers(
+    tools: Tools,
+    model: RegisteredModel | None,
+    variables: Mapping[str, Any],
+    sampling: dict[str, Any],
+    problems: Problems,
+    *,
+    parallel: bool,
+) -> tuple[str | None, str | None]:
+    """Return the tool parser and the reasoning parser of the answer, and set the sampling that they need.
+
+    A name that only newer gateways know counts as none.
+    """
+    tool_parser = reasoning_parser = None
+    if model is not None and tools.choice == "auto" and model.tool_parser in TOOL_PARSERS:
+        tool_parser = model.tool_parser
+    # a grammar of the caller covers the output from its first character, so there is no reasoning
+    is_all_grammar = "structured_outputs" in sampling and not tools.shown
+    if model is not None and not is_all_grammar and model.reasoning_parser in REASONING_PARSERS:
+        reasoning_parser = model.reasoning_parser
+    forced = _bind_calls(tools, model, variables, sampling, problems, parallel=parallel)
+    if _reads_special_tokens(model, tools, reasoning_parser):
+        sampling.setdefault("skip_special_tokens", False)
+    return forced or tool_parser, reasoning_parser
 
 
 def _read_max_tokens(given: Mapping[str, Any], problems: Problems) -> int | None:
@@ -125,7 +138,7 @@ def _check_refused(given: Mapping[str, Any], tools: Tools, sampling: Mapping[str
         problems.add("response_format", "response_format excludes tools: its grammar permits no call")
 
 
-def bind_calls(
+def _bind_calls(
     tools: Tools,
     model: RegisteredModel | None,
     variables: Mapping[str, Any],
@@ -167,7 +180,7 @@ def _reasons_not(model: RegisteredModel | None, variables: Mapping[str, Any]) ->
     return switch is not None and variables.get(switch) is False
 
 
-def reads_special_tokens(model: RegisteredModel | None, tools: Tools, reasoning_parser: str | None) -> bool:
+def _reads_special_tokens(model: RegisteredModel | None, tools: Tools, reasoning_parser: str | None) -> bool:
     """Return whether the parsers need tags that are special tokens, which the text omits by default."""
     calls = tools.choice == "auto" and model is not None and model.template.special_tags
     return calls or reasoning_parser in _SPECIAL_REASONING
@@ -246,13 +259,8 @@ def _is_pair(pair: tuple[str, Any]) -> bool:
 
 
 def _check(request: SubmitRequest, given: Mapping[str, Any], problems: Problems) -> None:
-    """Apply the queue's own rules before anything is sent."""
-    names = {ours: name for name, ours in field_tables.SAMPLING.items()}
-    names |= {name: name for name in ("tools", *_TEMPLATE_FIELDS)}
-    names |= {"max_tokens": "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"}
+    names = {name: name for name in ("tools", *_TEMPLATE_FIELDS)}
+    names["max_tokens"] = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
     if "structured_outputs" not in given:
         names["structured_outputs"] = "response_format" if "response_format" in given else "tools"
-    try:
-        GenerateRequest.parse(request)
-    except InvalidRequestError as error:
-        problems.of_queue(error.problems, names)
+    call_fields.check_request(request, names, problems)

@@ -1,33 +1,12 @@
 """Runs the text of one choice through the parsers, and returns what each stream entry adds."""
 
 from collections.abc import Iterator
-from typing import Final, Protocol
+from typing import Final
 
 from headrace_broker import ChunkEvent
-from headrace_gateway.call import ToolForm
+from headrace_gateway.call import ParsedForm
 from headrace_gateway.parsers.events import CallArguments, Content, ParserEvent, Reasoning
-from headrace_gateway.parsers.protocol import OutputParser
-from headrace_gateway.parsers.registry import make_parser
-
-
-class ParsedForm(Protocol):
-    """How the text of a choice is parsed."""
-
-    @property
-    def tool_parser(self) -> str | None:
-        """None: the text is not searched for calls."""
-
-    @property
-    def reasoning_parser(self) -> str | None:
-        """None: the text is not searched for reasoning."""
-
-    @property
-    def tools(self) -> tuple[ToolForm, ...]:
-        """The functions that may be called. A call of any other one is content."""
-
-    @property
-    def parallel_tool_calls(self) -> bool:
-        """False: at most one call."""
+from headrace_gateway.parsers.registry import OutputParser, make_parser
 
 
 class ChoiceText:

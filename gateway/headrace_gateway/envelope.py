@@ -4,12 +4,13 @@ The accepting replica writes it to Redis before it submits the request. Any repl
 """
 
 import re
-from typing import TYPE_CHECKING, Any, Final
+import time
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
 from headrace_gateway.broker_errors import not_found
-from headrace_gateway.call import AnswerForm, ChatForm, MessageForm, ResponseForm
+from headrace_gateway.call import AnswerForm, Call, ParsedForm
 from headrace_gateway.errors import ApiError
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
@@ -38,6 +39,21 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     expires: int
     """Seconds after `created` at which the request expires in the queue."""
     version: int = VERSION
+
+    @classmethod
+    def of(cls, call: Call, answer_id: str, key: ApiKey, *, expires: int) -> Self:
+        """Return the envelope of a new request."""
+        further = (f"{answer_id}.{number}" for number in range(1, len(call.submissions)))
+        return cls(
+            id=answer_id,
+            request_ids=(answer_id, *further),
+            created=int(time.time()),
+            model=call.model,
+            key=key.name,
+            tenant=key.tenant,
+            form=call.form,
+            expires=expires,
+        )
 
     def chunk_head(self, kind: str) -> dict[str, Any]:
         """Return the fields that every chunk of the answer has. `kind` is OpenAI's `object`."""
@@ -104,14 +120,11 @@ class EnvelopeStore:
 
 def check_release(envelope: Envelope) -> None:
     """Raise ApiError 503 if only a newer replica can write the answer."""
-    form = envelope.form
-    if envelope.version != VERSION or (
-        isinstance(form, ChatForm | MessageForm | ResponseForm) and not _knows_parsers(form)
-    ):
+    if envelope.version != VERSION or (isinstance(envelope.form, ParsedForm) and not _knows_parsers(envelope.form)):
         raise _other_release()
 
 
-def _knows_parsers(form: ChatForm | MessageForm | ResponseForm) -> bool:
+def _knows_parsers(form: ParsedForm) -> bool:
     return form.tool_parser in {None, *TOOL_PARSERS} and form.reasoning_parser in {None, *REASONING_PARSERS}
 
 

@@ -50,7 +50,9 @@ class Fold:
             return self._answer
         if self._is_chat:
             for choice in self._choices.values():
-                _finish_message(choice["message"])
+                message = choice["message"]
+                if "tool_calls" in message and not message["content"]:
+                    message["content"] = None
         self._answer["object"] = "chat.completion" if self._is_chat else "text_completion"
         self._answer["choices"] = [self._choices[index] for index in sorted(self._choices)]
         if isinstance(self._form, ChatForm) and self._form.metadata is not None:
@@ -90,11 +92,6 @@ def _add_delta(message: Chunk, delta: Chunk) -> None:
             named = {"name": call["function"]["name"], "arguments": ""}
             message.setdefault("tool_calls", []).append({"id": call["id"], "type": "function", "function": named})
         message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
-
-
-def _finish_message(message: Chunk) -> None:
-    if "tool_calls" in message and not message["content"]:
-        message["content"] = None
 
 
 def _joined(before: Chunk | None, more: Chunk) -> Chunk:

@@ -11,13 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace_broker import InvalidRequestError, QueueFullError, SubmitRequest, UnknownModelError
+from headrace_broker import InvalidRequestError, QueueFullError, RegisteredModel, SubmitRequest, UnknownModelError
 from headrace_broker.keys import ended_key, stream_key
 from headrace_gateway import sse
 from headrace_gateway.answer_reader import AnswerReader, ChunkAndCursor, Position, open_reader
 from headrace_gateway.body import read_json
 from headrace_gateway.broker_errors import not_found, unavailable
-from headrace_gateway.call import AnswerForm, Call, ChatForm, CompletionForm, ResponseForm
+from headrace_gateway.call import AnswerForm, Call, ChatForm, CompletionForm, ResponseForm, with_usage
 from headrace_gateway.call_fields import bounded_priority
 from headrace_gateway.chat_fields import read_chat
 from headrace_gateway.completion_fields import read_completion
@@ -41,26 +41,37 @@ _REFUSALS: Final = (InvalidRequestError, UnknownModelError, QueueFullError)
 
 async def create_chat(request: Request) -> Response:
     """`POST /v1/chat/completions`."""
-    return await _create(request, "chatcmpl")
+    return await create(request, "chatcmpl-", lambda body, model, lora: read_chat(body, model=model, lora=lora))
 
 
 async def create_completion(request: Request) -> Response:
     """`POST /v1/completions`."""
-    return await _create(request, "cmpl")
+    return await create(request, "cmpl-", lambda body, _model, lora: read_completion(body, lora=lora))
 
 
-async def _create(request: Request, kind: str) -> Response:
+async def create(
+    request: Request,
+    prefix: str,
+    read: Callable[[dict[str, Any], RegisteredModel, str | None], Call],
+    framing: Callable[[ResumeStyle], sse.Framing] = sse.DataFraming,
+) -> Response:
+    """Submit a request and return its answer, or its stream.
+
+    Args:
+        prefix: of the answer's id.
+        read: makes the call from the body, its model and its adapter.
+    """
     arrived = time.monotonic()
     gateway, key = gateway_of(request), key_of(request)
     require_redis(request)
     headers = read_headers(request.headers, gateway.settings)
     body = await read_json(request, gateway.settings.max_body_bytes)
     model, lora = await gateway.models.find(body.get("model"), key)
-    call = read_chat(body, model=model, lora=lora) if kind == "chatcmpl" else read_completion(body, lora=lora)
+    call = read(body, model, lora)
     request.scope["state"]["answer_headers"] = await gateway.limits.admit(key)
-    envelope = await submit(gateway, key, call, headers, f"{kind}-", model.name)
+    envelope = await submit(gateway, key, call, headers, prefix, model.name)
     if call.stream:
-        return await streamed(gateway, key, envelope, sse.DataFraming(headers.resume), arrived=arrived)
+        return await streamed(gateway, key, envelope, framing(headers.resume), arrived=arrived)
     return await unless_disconnected(request.receive, partial(plain, gateway, key, envelope))
 
 
@@ -68,18 +79,8 @@ async def submit(
     gateway: Gateway, key: ApiKey, call: Call, headers: CallHeaders, prefix: str, queue_model: str
 ) -> Envelope:
     """Store the envelope, then submit the requests: an answer in the queue always has its envelope."""
-    answer_id = new_id(prefix)
-    request_ids = [answer_id, *(f"{answer_id}.{number}" for number in range(1, len(call.submissions)))]
-    envelope = Envelope(
-        id=answer_id,
-        request_ids=tuple(request_ids),
-        created=int(time.time()),
-        model=call.model,
-        key=key.name,
-        tenant=key.tenant,
-        form=call.form,
-        expires=int(headers.expires),
-    )
+    envelope = Envelope.of(call, new_id(prefix), key, expires=int(headers.expires))
+    answer_id = envelope.id
     options: SubmitRequest = {
         "model": queue_model,
         "tenant": key.tenant,
@@ -89,7 +90,7 @@ async def submit(
     }
     requests = [
         _named({**submission, **options, "request_id": request_id}, headers, key, prefix.rstrip("-_"), number)
-        for number, (submission, request_id) in enumerate(zip(call.submissions, request_ids, strict=True))
+        for number, (submission, request_id) in enumerate(zip(call.submissions, envelope.request_ids, strict=True))
     ]
     await _keep(gateway, envelope, call)
     try:
@@ -259,10 +260,7 @@ async def _first(reader: AnswerReader, seconds: float) -> list[ChunkAndCursor] |
 
 async def plain(gateway: Gateway, key: ApiKey, envelope: Envelope, seconds: float = _PLAIN_WAIT) -> Response:
     """Return the whole answer; 202 if it is not complete within `seconds`."""
-    form = envelope.form
-    if isinstance(form, ChatForm | CompletionForm):
-        form = msgspec.structs.replace(form, include_usage=True, continuous_usage=False)
-        envelope = msgspec.structs.replace(envelope, form=form)
+    envelope = msgspec.structs.replace(envelope, form=with_usage(envelope.form))
     deadline = time.monotonic() + seconds
     answer: list[dict[str, Any]] = []
     async with charged_reader(gateway, key, envelope) as reader:
@@ -273,7 +271,7 @@ async def plain(gateway: Gateway, key: ApiKey, envelope: Envelope, seconds: floa
             answer += [chunk for chunk, _ in chunks]
         if reader.error is not None:
             raise reader.error
-    return JsonResponse(fold(answer, form), headers={"x-headrace-id": envelope.id})
+    return JsonResponse(fold(answer, envelope.form), headers={"x-headrace-id": envelope.id})
 
 
 def _unfinished(envelope: Envelope) -> Response:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from headrace_gateway.ids import item_id
-from headrace_gateway.problems import Problems, shown
+from headrace_gateway.problems import Problems, named, shown
 
 ROLES: Final = ("user", "assistant", "system", "developer")
 STATUSES: Final = ("in_progress", "completed", "incomplete")
@@ -24,7 +24,8 @@ Item = dict[str, Any]
 def read_items(given: Any, problems: Problems) -> list[Item]:
     """Check `input` and return its items in one format, without ids if the caller gave none."""
     if isinstance(given, str):
-        return [_message("user", [{"type": "input_text", "text": given}])]
+        content = [{"type": "input_text", "text": given}]
+        return [{"type": "message", "status": "completed", "role": "user", "content": content}]
     if not isinstance(given, list) or not given:
         told = "an empty array" if given == [] else shown(given)
         problems.add("input", f"input must be a string or an array of at least one item, not {told}")
@@ -48,10 +49,6 @@ def with_ids(items: Sequence[Item], response_id: str) -> tuple[Item, ...]:
     )
 
 
-def _message(role: str, content: list[dict[str, Any]]) -> Item:
-    return {"type": "message", "status": "completed", "role": role, "content": content}
-
-
 def _read(path: str, item: Any, problems: Problems) -> Item | None:
     if not isinstance(item, Mapping):
         problems.add(path, f"{path} must be an object, not {shown(item)}")
@@ -59,8 +56,9 @@ def _read(path: str, item: Any, problems: Problems) -> Item | None:
     given = {name: value for name, value in item.items() if value is not None}
     kind = given.get("type", "message")
     if not isinstance(kind, str) or kind not in FIELDS:
-        told = repr(kind[:40]) if isinstance(kind, str) else shown(kind)
-        problems.add(f"{path}.type", f"{path}.type must be one of {', '.join(FIELDS)}, not {told}", "unsupported")
+        problems.add(
+            f"{path}.type", f"{path}.type must be one of {', '.join(FIELDS)}, not {named(kind)}", "unsupported"
+        )
         return None
     problems.unknown_fields(path, given, FIELDS[kind])
     identity, status = given.get("id"), given.get("status", "completed")
@@ -77,8 +75,7 @@ def _read(path: str, item: Any, problems: Problems) -> Item | None:
 def _read_message(path: str, given: Mapping[str, Any], problems: Problems) -> Item:
     role = given.get("role")
     if role not in ROLES:
-        told = repr(role[:40]) if isinstance(role, str) else shown(role)
-        problems.add(f"{path}.role", f"{path}.role must be one of {', '.join(ROLES)}, not {told}")
+        problems.add(f"{path}.role", f"{path}.role must be one of {', '.join(ROLES)}, not {named(role)}")
         role = "user"
     return {"role": role, "content": _read_content(f"{path}.content", given.get("content"), str(role), problems)}
 
@@ -95,8 +92,7 @@ def _read_content(path: str, content: Any, role: str, problems: Problems) -> lis
         kind = part.get("type") if isinstance(part, Mapping) else None
         where = f"{path}[{number}]"
         if kind not in _TEXT_PARTS:
-            told = repr(kind[:40]) if isinstance(kind, str) else shown(kind)
-            problems.add(f"{where}.type", f"{where}.type is {told}, but only text is supported", "unsupported")
+            problems.add(f"{where}.type", f"{where}.type is {named(kind)}, but only text is supported", "unsupported")
             continue
         problems.unknown_fields(where, part, _PART_FIELDS)
         text = part.get("refusal" if kind == "refusal" else "text")

@@ -18,7 +18,7 @@ class JsonResponse(Response):
         super().__init__(_ENCODE(body), status, headers, "application/json")
 
 
-class _ErrorResponse(Response):
+class ErrorResponse(Response):
     """An error in the format of the API that the request's path belongs to."""
 
     def __init__(self, error: ApiError) -> None:
@@ -30,7 +30,3 @@ class _ErrorResponse(Response):
         if is_anthropic(scope["path"]):
             body, status = anthropic_error(self._error, scope["state"].get("request_id"))
         await JsonResponse(body, status=status, headers=self._error.headers)(scope, receive, send)
-
-
-def error_response(error: ApiError) -> Response:
-    return _ErrorResponse(error)

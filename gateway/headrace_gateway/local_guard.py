@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace_gateway.errors import ApiError
-from headrace_gateway.json_response import error_response
+from headrace_gateway.json_response import ErrorResponse
 
 _HOST: Final = re.compile(r"(localhost|[0-9.]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 
@@ -38,7 +38,7 @@ class LocalGuard:
             refusal = self._refusal(scope["method"], scope["path"], Headers(scope=scope))
             if refusal is not None:
                 scope.setdefault("state", {})["refusal"] = refusal.code
-                await error_response(refusal)(scope, receive, send)
+                await ErrorResponse(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -1,10 +1,8 @@
 """The models that requests may name. The queue's registry is read at most once a second."""
 
-import time
-from collections.abc import Callable
-
 from headrace_broker import AsyncClient, RegisteredModel
-from headrace_gateway.errors import ApiError
+from headrace_gateway.broker_errors import unknown_model
+from headrace_gateway.errors import invalid
 from headrace_gateway.keys import ApiKey
 from headrace_gateway.shared_read import SharedRead
 
@@ -12,8 +10,8 @@ from headrace_gateway.shared_read import SharedRead
 class ModelCatalog:
     """Registered models by served name. Adapters are found by their own names."""
 
-    def __init__(self, client: AsyncClient, now: Callable[[], float] = time.monotonic) -> None:
-        self._models = SharedRead(client.models, now)
+    def __init__(self, client: AsyncClient) -> None:
+        self._models = SharedRead(client.models)
 
     async def all(self) -> dict[str, RegisteredModel]:
         """Return all models. Raises QueueUnavailableError if Redis is unavailable."""
@@ -30,7 +28,7 @@ class ModelCatalog:
         Raises ApiError 404 for a model that the key may not use, just as for one that does not exist.
         """
         if not isinstance(name, str) or not name:
-            raise ApiError(400, "invalid_request_error", "invalid_request", "model must be a string", param="model")
+            raise invalid("model must be a string", param="model")
         models = await self.all()
         if key.may_use(name):
             if name in models:
@@ -38,6 +36,4 @@ class ModelCatalog:
             for model in models.values():
                 if name in model.loras:
                     return model, name
-        shown = name[:64]
-        message = f"the model {shown!r} does not exist, or this key may not use it"
-        raise ApiError(404, "invalid_request_error", "model_not_found", message, param="model")
+        raise unknown_model(name)

@@ -7,8 +7,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from headrace_broker import RegisteredModel
+from headrace_gateway.broker_errors import unknown_model
 from headrace_gateway.context import gateway_of, key_of
-from headrace_gateway.errors import ApiError
 from headrace_gateway.json_response import JsonResponse
 
 
@@ -23,8 +23,7 @@ async def find_model(request: Request) -> Response:
     for model in await _listed(request):
         if model["id"] == wanted:
             return JsonResponse(model)
-    message = f"the model {wanted[:64]!r} does not exist, or this key may not use it"
-    raise ApiError(404, "invalid_request_error", "model_not_found", message, param="model")
+    raise unknown_model(wanted)
 
 
 async def _listed(request: Request) -> list[dict[str, Any]]:

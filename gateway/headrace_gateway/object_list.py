@@ -10,7 +10,7 @@ def read_limit(text: str | None, default: int, most: int) -> int:
     """Parse `limit` of a query. Raises ApiError 400."""
     if text is None:
         return default
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
         raise invalid(f"limit must be an integer from 1 to {most}, not {text[:20]!r}", param="limit")
     return int(text)
 

@@ -20,6 +20,7 @@ from headrace_gateway.context import gateway_of, key_of
 from headrace_gateway.envelope import Envelope
 from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.json_response import JsonResponse
+from headrace_gateway.object_list import read_limit
 
 _LETTERS_KEPT: Final = 1000
 _LETTERS_SHOWN: Final = 100
@@ -69,10 +70,8 @@ async def cancel(request: Request) -> Response:
 async def list_dead_letters(request: Request) -> Response:
     """Return dead letters, newest first. `limit` is 1 to 1000."""
     _require_admin(request)
-    text = request.query_params.get("limit", str(_LETTERS_SHOWN))
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:5]) <= _LETTERS_KEPT):
-        raise invalid(f"limit must be an integer from 1 to {_LETTERS_KEPT}, not {text[:20]!r}", param="limit")
-    letters = await gateway_of(request).client.dead_letters(int(text))
+    limit = read_limit(request.query_params.get("limit"), _LETTERS_SHOWN, _LETTERS_KEPT)
+    letters = await gateway_of(request).client.dead_letters(limit)
     return JsonResponse({"object": "list", "data": [summary(letter) for letter in letters]})
 
 

@@ -55,15 +55,8 @@ def content_security_policy(allowed_origins: Iterable[str]) -> str:
     )
 
 
-async def _page(request: Request) -> Response:
-    return _answer(request, "index.html")
-
-
 async def _file(request: Request) -> Response:
-    return _answer(request, request.path_params["name"])
-
-
-def _answer(request: Request, name: str) -> Response:
+    name = request.path_params.get("name", "index.html")
     content = _FILES.get(name)
     if content is None:
         raise not_found(f"no page file {name[:100]!r}")
@@ -72,5 +65,5 @@ def _answer(request: Request, name: str) -> Response:
     return Response(content, media_type=_TYPES["." + name.rpartition(".")[2]], headers=headers)
 
 
-routes: Final = [Route("/", _page), Route("/page/{name}", _file)]
+routes: Final = [Route("/", _file), Route("/page/{name}", _file)]
 """They need no key, as they contain no secrets."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 from headrace_broker import value_rules
@@ -36,6 +37,16 @@ class Problems:
         for name in given:
             if name not in known:
                 self.unsupported(f"{path}.{name[:64]}", f"{path} has the unknown field {name[:64]!r}")
+
+    def unknown_names(
+        self, given: Mapping[str, Any], known: Collection[str], refused: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Refuse the other fields of a body by name. `refused` says of some what to do instead."""
+        for name in given:
+            if name not in known:
+                why = refused.get(name)
+                told = f"unknown field {name[:64]!r}" if why is None else f"{name} is not supported: {why}"
+                self.unsupported(name[:64], told)
 
     def of_queue(self, problems: Iterable[str], names: Mapping[str, str], *, messages: str = "messages") -> None:
         """Add the problems that the queue's own rules found, except for fields that already have one.

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headrace_gateway.errors import ApiError
-from headrace_gateway.json_response import error_response
+from headrace_gateway.json_response import ErrorResponse
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 from headrace_monitoring.labels import Endpoint
 from headrace_monitoring.logging import frames
@@ -80,7 +80,7 @@ class RequestLog:
 
     async def _fail(self, failure: ApiError, exchange: "_Exchange", scope: Scope, receive: Receive) -> None:
         scope["state"]["refusal"] = failure.code
-        await error_response(failure)(scope, receive, exchange.send)
+        await ErrorResponse(failure)(scope, receive, exchange.send)
 
 
 class _Exchange:

@@ -1,7 +1,6 @@
 """Items that a request refers to instead of sending: by `previous_response_id`, and by `item_reference`."""
 
 import re
-from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
@@ -37,7 +36,7 @@ async def read_history(gateway: Gateway, key: ApiKey, previous: Any) -> list[Ite
         links.append(items)
         assert isinstance(envelope.form, ResponseForm)
         previous = envelope.form.config[_PARAM]
-    return list(_joined(links))
+    return [item for items in reversed(links) for item in items]
 
 
 async def with_references(gateway: Gateway, key: ApiKey, given: Any) -> Any:
@@ -96,11 +95,6 @@ async def _items_by_id(gateway: Gateway, key: ApiKey, response_id: str) -> dict[
         if error.status == 400:
             return {}
         raise
-
-
-def _joined(links: list[list[Item]]) -> Iterator[Item]:
-    for items in reversed(links):
-        yield from items
 
 
 async def _envelope(gateway: Gateway, key: ApiKey, response_id: str) -> Envelope:

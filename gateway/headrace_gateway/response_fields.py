@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from headrace_broker import GenerateRequest, InvalidRequestError, RegisteredModel, SubmitRequest
+from headrace_broker import RegisteredModel, SubmitRequest
 from headrace_broker.value_rules import data_problem
 from headrace_gateway import call_fields, chat_fields, field_tables
 from headrace_gateway.call import Call, ResponseForm
@@ -41,19 +41,13 @@ def read_response(
     logprobs = _read_logprobs(given, problems)
     if logprobs is not None:
         sampling["logprobs"] = logprobs
-    tools = _read_tools(given, problems)
-    has_format = isinstance(given.get("text"), Mapping) and "format" in given["text"]
-    if has_format and "structured_outputs" in sampling and tools.shown:
-        problems.add("text.format", "text.format excludes tools: its grammar permits no call")
+    tools = _read_tools(given, sampling, problems)
     parallel = boolean(given, "parallel_tool_calls", problems, default=True)
     effort = chat_fields.effort_variables(reasoning["effort"], model, problems, name="reasoning.effort")
     variables = {**effort, **chat_fields.template_variables(given, model, problems)}
-    tool_parser, reasoning_parser = chat_fields.parsers_of(model)
-    if "structured_outputs" in sampling and not tools.shown:
-        reasoning_parser = None  # the grammar covers the output from its first character, so there is no reasoning
-    forced = chat_fields.bind_calls(tools, model, variables, sampling, problems, parallel=parallel)
-    if chat_fields.reads_special_tokens(model, tools, reasoning_parser):
-        sampling.setdefault("skip_special_tokens", False)
+    tool_parser, reasoning_parser = chat_fields.bind_parsers(
+        tools, model, variables, sampling, problems, parallel=parallel
+    )
     items = read_items(given.get("input"), problems)
     request = _request(given, [*history, *items], sampling, model, problems)
     request.update(call_fields.read_cache_key(given, problems))
@@ -74,7 +68,7 @@ def read_response(
         store=store,
         background=background,
         logprobs=logprobs,
-        tool_parser=forced or (tool_parser if tools.choice == "auto" else None),
+        tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         tools=tools.allowed,
         parallel_tool_calls=parallel,
@@ -166,9 +160,9 @@ def _read_logprobs(given: Mapping[str, Any], problems: Problems) -> int | None:
     return (top or 0) if top or INCLUDABLE[0] in include else None
 
 
-def _read_tools(given: Mapping[str, Any], problems: Problems) -> Tools:
+def _read_tools(given: Mapping[str, Any], sampling: Mapping[str, Any], problems: Problems) -> Tools:
     """Check tools and their choice. In the Responses API a tool has no `function` object."""
-    nested = {name: given[name] for name in ("tools",) if name in given}
+    nested = {"tools": given["tools"]} if "tools" in given else {}
     if isinstance(nested.get("tools"), list):
         nested["tools"] = [_nested(tool) for tool in nested["tools"]]
     choice = given.get("tool_choice")
@@ -180,7 +174,11 @@ def _read_tools(given: Mapping[str, Any], problems: Problems) -> Tools:
             choice = {"type": "allowed_tools", "allowed_tools": {**choice, "tools": listed}}
     if choice is not None:
         nested["tool_choice"] = choice
-    return read_tools(nested, problems, function="")
+    tools = read_tools(nested, problems, function="")
+    has_format = isinstance(given.get("text"), Mapping) and "format" in given["text"]
+    if has_format and "structured_outputs" in sampling and tools.shown:
+        problems.add("text.format", "text.format excludes tools: its grammar permits no call")
+    return tools
 
 
 def _nested(tool: Any) -> Any:
@@ -260,12 +258,7 @@ def _tool_shape(tool: Any) -> Any:
 
 
 def _check(request: SubmitRequest, given: Mapping[str, Any], problems: Problems) -> None:
-    """Apply the queue's own rules before anything is sent."""
-    names = {ours: name for name, ours in field_tables.SAMPLING.items()}
-    names |= {"tools": "tools", "chat_template_kwargs": "chat_template_kwargs", "max_tokens": "max_output_tokens"}
+    names = {"tools": "tools", "chat_template_kwargs": "chat_template_kwargs", "max_tokens": "max_output_tokens"}
     if "structured_outputs" not in given:
         names["structured_outputs"] = "text.format" if "text" in given else "tools"
-    try:
-        GenerateRequest.parse(request)
-    except InvalidRequestError as error:
-        problems.of_queue(error.problems, names, messages="input")
+    call_fields.check_request(request, names, problems, messages="input")

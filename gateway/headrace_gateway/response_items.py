@@ -19,23 +19,19 @@ class Item(ABC):
 
     def opened(self) -> list[Chunk]:
         """Return the events that open the item."""
-        added = {"type": "response.output_item.added", "output_index": self.place, "item": self._shape("in_progress")}
+        added = {"type": "response.output_item.added", "output_index": self.place, "item": self.shape()}
         return [added, *self._part_opened()]
 
     def closed(self, status: str) -> list[Chunk]:
         """Return the events that close it. `status` is completed or incomplete."""
-        done = {"type": "response.output_item.done", "output_index": self.place, "item": self._shape(status)}
+        done = {"type": "response.output_item.done", "output_index": self.place, "item": self.shape(status)}
         return [*self._part_closed(), done]
-
-    def shape(self) -> Chunk:
-        """Return the item as written so far."""
-        return self._shape("in_progress")
 
     def _event(self, kind: str, **fields: Any) -> Chunk:
         return {"type": f"response.{kind}", "item_id": self.id, "output_index": self.place, **fields}
 
     @abstractmethod
-    def _shape(self, status: str) -> Chunk:
+    def shape(self, status: str = "in_progress") -> Chunk:
         """Return the item as written so far, with this status."""
 
     def _part_opened(self) -> list[Chunk]:
@@ -65,7 +61,7 @@ class MessageItem(Item):
     def _part(self) -> Chunk:
         return {"type": "output_text", "text": "".join(self._texts), "annotations": [], "logprobs": [*self._logprobs]}
 
-    def _shape(self, status: str) -> Chunk:
+    def shape(self, status: str = "in_progress") -> Chunk:
         content = [self._part()] if self._texts or status != "in_progress" else []
         return {"id": self.id, "type": "message", "status": status, "role": "assistant", "content": content}
 
@@ -90,18 +86,19 @@ class ReasoningItem(Item):
         super().__init__(response_id, place)
         self._is_summary: Final = is_summary
         self._texts: Final[list[str]] = []
+        self._text_kind: Final = "reasoning_summary_text" if is_summary else "reasoning_text"
+        self._part_kind: Final = "reasoning_summary_part" if is_summary else "content_part"
+        self._index: Final = {"summary_index" if is_summary else "content_index": 0}
 
     def add(self, text: str) -> Chunk:
         """Return the event for more text."""
         self._texts.append(text)
-        if self._is_summary:
-            return self._event("reasoning_summary_text.delta", summary_index=0, delta=text)
-        return self._event("reasoning_text.delta", content_index=0, delta=text)
+        return self._event(f"{self._text_kind}.delta", **self._index, delta=text)
 
     def _part(self) -> Chunk:
         return {"type": "summary_text" if self._is_summary else "reasoning_text", "text": "".join(self._texts)}
 
-    def _shape(self, status: str) -> Chunk:
+    def shape(self, status: str = "in_progress") -> Chunk:
         parts = [self._part()] if self._texts else []
         shape: Chunk = {"id": self.id, "type": "reasoning", "status": status}
         if self._is_summary:
@@ -109,20 +106,13 @@ class ReasoningItem(Item):
         return {**shape, "summary": [], "content": parts}
 
     def _part_opened(self) -> list[Chunk]:
-        if self._is_summary:
-            return [self._event("reasoning_summary_part.added", summary_index=0, part=self._part())]
-        return [self._event("content_part.added", content_index=0, part=self._part())]
+        return [self._event(f"{self._part_kind}.added", **self._index, part=self._part())]
 
     def _part_closed(self) -> list[Chunk]:
         part = self._part()
-        if self._is_summary:
-            return [
-                self._event("reasoning_summary_text.done", summary_index=0, text=part["text"]),
-                self._event("reasoning_summary_part.done", summary_index=0, part=part),
-            ]
         return [
-            self._event("reasoning_text.done", content_index=0, text=part["text"]),
-            self._event("content_part.done", content_index=0, part=part),
+            self._event(f"{self._text_kind}.done", **self._index, text=part["text"]),
+            self._event(f"{self._part_kind}.done", **self._index, part=part),
         ]
 
 
@@ -142,7 +132,7 @@ class CallItem(Item):
         self._arguments.append(arguments)
         return self._event("function_call_arguments.delta", delta=arguments)
 
-    def _shape(self, status: str) -> Chunk:
+    def shape(self, status: str = "in_progress") -> Chunk:
         return {
             "id": self.id,
             "type": "function_call",

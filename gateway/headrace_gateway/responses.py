@@ -22,6 +22,7 @@ from headrace_gateway.event_stream import unless_disconnected
 from headrace_gateway.headers import LONGEST_EXPIRES, CallHeaders, read_headers
 from headrace_gateway.json_response import JsonResponse
 from headrace_gateway.keys import ApiKey
+from headrace_gateway.object_list import object_list
 from headrace_gateway.response_chain import read_history, with_references
 from headrace_gateway.response_fields import read_response
 from headrace_gateway.response_replay import replay
@@ -121,9 +122,7 @@ async def input_items(request: Request) -> Response:
         if not places:
             raise invalid("after must be the id of an input item of this response", param="after")
         items = items[places[0] + 1 :]
-    page = items[:limit]
-    ids = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
-    return JsonResponse({"object": "list", "data": page, **ids, "has_more": len(items) > len(page)})
+    return JsonResponse(object_list(items[:limit], has_more=len(items) > limit))
 
 
 async def compact(_request: Request) -> Response:

@@ -1,6 +1,5 @@
 """`POST /tokenize` and `POST /detokenize` in vLLM's format, and OpenAI's count of a response's input tokens."""
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 from starlette.requests import Request
@@ -29,7 +28,8 @@ async def tokenize(request: Request) -> Response:
     given, model, lora = await _read(request)
     is_chat = "messages" in given
     problems = Problems()
-    _check_names(given, field_tables.TOKENIZE_CHAT if is_chat else field_tables.TOKENIZE_PROMPT, problems)
+    known = field_tables.TOKENIZE_CHAT if is_chat else field_tables.TOKENIZE_PROMPT
+    problems.unknown_names(given, known, field_tables.REFUSED)
     add_special_tokens = boolean(given, "add_special_tokens", problems, default=not is_chat)
     token_strs = boolean(given, "return_token_strs", problems)
     if not is_chat and not isinstance(given.get("prompt"), str):
@@ -42,8 +42,8 @@ async def tokenize(request: Request) -> Response:
         prompt = {"prompt": given["prompt"]}
     body = {"request": prompt, "add_special_tokens": add_special_tokens, "token_strs": token_strs}
     prompt_field = "messages" if is_chat else "prompt"
-    request.scope["state"]["answer_headers"] = await gateway_of(request).limits.admit(key_of(request))
     gateway, key = gateway_of(request), key_of(request)
+    request.scope["state"]["answer_headers"] = await gateway.limits.admit(key)
     return JsonResponse(await call_tokenizer(gateway, key, model, "tokenize", body, prompt_field=prompt_field))
 
 
@@ -51,16 +51,16 @@ async def detokenize(request: Request) -> Response:
     """`POST /detokenize`: the text of token ids, special tokens included."""
     given, model, _ = await _read(request)
     problems = Problems()
-    _check_names(given, field_tables.DETOKENIZE, problems)
+    problems.unknown_names(given, field_tables.DETOKENIZE, field_tables.REFUSED)
     tokens = given.get("tokens")
     if not isinstance(tokens, list) or len(tokens) > MAX_PROMPT_TOKENS:
         problems.add("tokens", f"tokens must be an array of at most {MAX_PROMPT_TOKENS} token ids, not {shown(tokens)}")
     elif problem := token_id_problem(tokens):
         problems.add("tokens", f"tokens {problem}")
     problems.raise_any()
-    request.scope["state"]["answer_headers"] = await gateway_of(request).limits.admit(key_of(request))
-    body = {"tokens": tokens}
     gateway, key = gateway_of(request), key_of(request)
+    request.scope["state"]["answer_headers"] = await gateway.limits.admit(key)
+    body = {"tokens": tokens}
     return JsonResponse(await call_tokenizer(gateway, key, model, "detokenize", body, prompt_field="tokens"))
 
 
@@ -88,14 +88,6 @@ async def _read(request: Request) -> tuple[dict[str, Any], RegisteredModel, str 
     if model is None:
         raise invalid("model is required: this key may use several models, or none", param="model")
     return given, model, None
-
-
-def _check_names(given: Mapping[str, Any], served: frozenset[str], problems: Problems) -> None:
-    for name in given:
-        if name not in served:
-            why = field_tables.REFUSED.get(name)
-            told = f"unknown field {name[:64]!r}" if why is None else f"{name} is not supported: {why}"
-            problems.unsupported(name[:64], told)
 
 
 routes: Final = [

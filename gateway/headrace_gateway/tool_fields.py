@@ -15,9 +15,12 @@ _NAME: Final = re.compile(NAME_PATTERN)
 _FUNCTION_FIELDS: Final = ("name", "description", "parameters", "strict")
 
 
-def is_name(name: object) -> bool:
-    """Return whether a function may have this name."""
-    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+def check_name(path: str, name: object, problems: Problems) -> bool:
+    """Return whether a function may have this name; add a problem if not."""
+    if isinstance(name, str) and _NAME.fullmatch(name):
+        return True
+    problems.add(f"{path}.name", f"{path}.name must be 1 to 64 of the characters A-Z a-z 0-9 _ -, not {shown(name)}")
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +68,12 @@ def _read_tool(path: str, tool: Any, problems: Problems, place: str) -> ToolForm
     function = tool["function"]
     problems.unknown_fields(path, tool, ("type", "function"))
     name, parameters, strict = function.get("name"), function.get("parameters"), function.get("strict")
-    fine = True
     path += place
     problems.unknown_fields(path, function, _FUNCTION_FIELDS)
     if not isinstance(function.get("description", ""), str | None):
         message = f"{path}.description must be a string, not {shown(function['description'])}"
         problems.add(f"{path}.description", message)
-    if not is_name(name):
-        message = f"{path}.name must be 1 to 64 of the characters A-Z a-z 0-9 _ -, not {shown(name)}"
-        problems.add(f"{path}.name", message)
-        fine = False
+    fine = check_name(path, name, problems)
     if parameters is not None and not isinstance(parameters, Mapping):
         message = f"{path}.parameters must be a JSON Schema object, not {shown(parameters)}"
         problems.add(f"{path}.parameters", message)

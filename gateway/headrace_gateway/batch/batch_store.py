@@ -6,7 +6,7 @@ replica that has lost its claim cannot change the batch.
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import redis.asyncio
 
 CLAIMS: Final = "batches"
+_CLAIM_SECONDS: Final = 10.0
 _CREATE: Final = script("batch_create")
 _WRITE: Final = script("batch_write")
 _CANCEL: Final = script("batch_cancel")
@@ -51,15 +52,11 @@ class BatchStore:
 
     Args:
         client: from the broker's `connections.connect_async`.
-        now: Unix seconds.
     """
 
-    def __init__(
-        self, client: "redis.asyncio.Redis", *, claim_seconds: float = 10.0, now: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
         self._client: Final = client
-        self._now: Final = now
-        self.claims: Final = Claims(client, CLAIMS, seconds=claim_seconds)
+        self.claims: Final = Claims(client, CLAIMS, seconds=_CLAIM_SECONDS)
         self._create: Final = client.register_script(_CREATE.text)
         self._write: Final = client.register_script(_WRITE.text)
         self._cancel: Final = client.register_script(_CANCEL.text)
@@ -111,7 +108,7 @@ class BatchStore:
     async def cancel(self, batch_id: str) -> str:
         """Request cancellation; return the status that the batch had."""
         keys = _CANCEL.keys(batch=batch_key(batch_id), tokens=self.claims.token_key)
-        status: bytes = await self._cancel(keys=keys, args=[int(self._now()), batch_id])
+        status: bytes = await self._cancel(keys=keys, args=[int(time.time()), batch_id])
         return status.decode()
 
     async def expire_requests(self, request_ids: Sequence[str]) -> None:
@@ -141,7 +138,7 @@ class BatchStore:
         Raises ClaimLostError.
         """
         packed = {name: _ENCODE(value) for name, value in fields.items()}
-        written = {**packed, "status": status, f"{_AT}{status}": str(int(self._now()))}
+        written = {**packed, "status": status, f"{_AT}{status}": str(int(time.time()))}
         return not await self._written(claim, before, written)
 
     async def _written(self, claim: Claim, statuses: tuple[str, ...], fields: Mapping[str, Any]) -> str:

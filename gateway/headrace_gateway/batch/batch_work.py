@@ -12,7 +12,6 @@ import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -92,11 +91,11 @@ class BatchWork:
         """When a line was last answered, or the status last changed."""
 
     async def run(self) -> None:
-        steps = {
+        steps: dict[str, Callable[[Batch], Awaitable[None]]] = {
             "validating": self._validate,
             "in_progress": self._answer,
             "cancelling": self._answer,
-            "finalizing": self._finalize,
+            "finalizing": lambda batch: self._make_files(("finalizing",), batch.ends_as),
         }
         before: Batch | None = None
         while True:
@@ -170,7 +169,7 @@ class BatchWork:
     async def _check(self, record: BatchRecord) -> CheckedInput:
         while True:
             try:
-                async with self._input() as source:
+                with await self._input() as source:
                     return await check_input(
                         source, self._context.models, self._key, endpoint=record.endpoint, max_lines=MAX_LINES
                     )
@@ -179,11 +178,8 @@ class BatchWork:
                 logger.warning("batch waits for Redis: id=%s (%s)", self._claim.item, error)
                 await asyncio.sleep(self._context.pause)
 
-    @asynccontextmanager
-    async def _input(self) -> AsyncIterator[InputFile]:
-        source = await in_file_thread(InputFile, str(input_path(self._folder)))
-        with source:
-            yield source
+    async def _input(self) -> InputFile:
+        return await in_file_thread(InputFile, str(input_path(self._folder)))
 
     async def _answer(self, batch: Batch) -> None:
         """Send the lines without an answer, until all have one, or the batch is cancelled or expires."""
@@ -262,7 +258,7 @@ class BatchWork:
     async def _find_answered(self, batch: Batch) -> bytearray:
         """Return which lines of the input, by number, have a committed answer."""
         ids = await in_file_thread(lambda: set(answered_ids(self._folder, batch))) if batch.segments else set()
-        async with self._input() as source:
+        with await self._input() as source:
             answered = bytearray()
             async for number, raw in source.read():
                 answered.extend(b"\1" * (number + 1 - len(answered)))  # blank lines need no answer
@@ -270,7 +266,7 @@ class BatchWork:
         return answered
 
     async def _unanswered(self, answered: bytearray, stopped: asyncio.Event) -> AsyncIterator[tuple[int, BatchLine]]:
-        async with self._input() as source:
+        with await self._input() as source:
             async for number, raw in source.read():
                 if stopped.is_set():
                     return
@@ -304,9 +300,6 @@ class BatchWork:
                 await writer.add(rest)
                 rest = []
         await writer.add(rest)
-
-    async def _finalize(self, batch: Batch) -> None:
-        await self._make_files(("finalizing",), batch.ends_as)
 
     async def _make_files(self, before: tuple[str, ...], status: str) -> None:
         """Make the output file and the error file from what is committed, each unless it would be empty."""

@@ -73,9 +73,7 @@ async def create(request: Request) -> Response:
 def _check(body: Mapping[str, Any]) -> None:
     """Raise ApiError 400 that lists every problem."""
     problems = Problems()
-    for name in body:
-        if name not in FIELDS:
-            problems.unsupported(name[:64], f"unknown field {name[:64]!r}")
+    problems.unknown_names(body, FIELDS)
     if not isinstance(body.get("input_file_id"), str):
         problems.add("input_file_id", "input_file_id must be the id of a file")
     if body.get("endpoint") not in tuple(ENDPOINTS):
@@ -150,12 +148,9 @@ def _store(request: Request) -> BatchStore:
     return gateway_of(request).batches
 
 
-async def batches_endpoint(request: Request) -> Response:
-    return await (create if request.method == "POST" else list_batches)(request)
-
-
 routes: Final = [
-    Route("/v1/batches", batches_endpoint, methods=["GET", "POST"]),
+    Route("/v1/batches", list_batches, methods=["GET"]),
+    Route("/v1/batches", create, methods=["POST"]),
     Route("/v1/batches/{id}", find_batch, methods=["GET"]),
     Route("/v1/batches/{id}/cancel", cancel, methods=["POST"]),
 ]

@@ -4,9 +4,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Final, Self
 
 from headrace_gateway.batch_line import MAX_LINE_BYTES
@@ -19,7 +17,7 @@ _BLOCK_LINES: Final = 32
 _BLOCK_BYTES: Final = 2**20
 
 
-class InputFile(AbstractContextManager["InputFile"]):
+class InputFile:
     """Opens the file; `-` is standard input. Input that cannot be read twice is first copied to a temporary file.
 
     Raises BatchError if the file cannot be read.
@@ -35,9 +33,7 @@ class InputFile(AbstractContextManager["InputFile"]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def lines(self) -> Iterator[tuple[int, bytes]]:

@@ -27,7 +27,7 @@ from headrace_broker.stream_hub import StreamHub
 from headrace_gateway.answer_reader import open_reader
 from headrace_gateway.batch_line import BatchLine
 from headrace_gateway.broker_errors import api_error_of
-from headrace_gateway.call import AnswerForm, ChatForm, CompletionForm
+from headrace_gateway.call import with_usage
 from headrace_gateway.call_fields import bounded_priority
 from headrace_gateway.cancellation import check_cancelled
 from headrace_gateway.envelope import Envelope
@@ -181,18 +181,10 @@ class LineRequests:
     async def _generate(self, line: BatchLine, answer_id: str, made: list[str]) -> dict[str, Any]:
         model, lora = await self._retrying(partial(self._models.find, line.body.get("model"), self._key))
         call = line.read_call(model, lora)
-        request_ids = [answer_id, *(f"{answer_id}.{number}" for number in range(1, len(call.submissions)))]
+        envelope = Envelope.of(call, answer_id, self._key, expires=_FOREVER)
+        envelope = msgspec.structs.replace(envelope, form=with_usage(envelope.form))
+        request_ids = envelope.request_ids
         made += [request_id for request_id in request_ids if request_id not in made]
-        envelope = Envelope(
-            id=answer_id,
-            request_ids=tuple(request_ids),
-            created=int(time.time()),
-            model=call.model,
-            key=self._key.name,
-            tenant=self._key.tenant,
-            form=_with_usage(call.form),
-            expires=_FOREVER,
-        )
         options: SubmitRequest = {
             "model": model.name,
             "tenant": self._key.tenant,
@@ -269,12 +261,6 @@ class LineRequests:
                 self._on_waiting("the model is not registered; its workers register it within a minute")
             check_cancelled()
             await asyncio.sleep(pause)
-
-
-def _with_usage(form: AnswerForm) -> AnswerForm:
-    if isinstance(form, ChatForm | CompletionForm):
-        return msgspec.structs.replace(form, include_usage=True, continuous_usage=False)
-    return form
 
 
 @asynccontextmanager

@@ -55,13 +55,11 @@ class SegmentWriter:
         claim: Claim,
         *,
         on_waiting: Callable[[str | None], None],
-        pause: float = _PAUSE_SECONDS,
     ) -> None:
         self._folder: Final = folder
         self._store: Final = store
         self._claim: Final = claim
         self._on_waiting: Final = on_waiting
-        self._pause: Final = pause
         self._waiting: list[tuple[list[LineAnswer], asyncio.Future[None]]] = []
         self._num_waiting = 0
         self._has_any: Final = asyncio.Event()
@@ -119,7 +117,7 @@ class SegmentWriter:
                 # unflushed bytes may or may not reach the disk later, so these answers go into new files
                 await self._drop_segment()
                 self._on_waiting(str(error))
-                await asyncio.sleep(self._pause)
+                await asyncio.sleep(_PAUSE_SECONDS)
             else:
                 self._on_waiting(None)
                 return self._segment, committed
@@ -137,7 +135,7 @@ class SegmentWriter:
             except REDIS_ERRORS as error:  # a write whose reply was lost is repeated
                 check_cancelled()
                 logger.warning("batch not committed: id=%s (%s)", self._claim.item, type(error).__name__)
-                await asyncio.sleep(self._pause)
+                await asyncio.sleep(_PAUSE_SECONDS)
             else:
                 return
 

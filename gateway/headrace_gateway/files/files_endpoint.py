@@ -119,9 +119,7 @@ async def find_room(files: StoredFiles, key: ApiKey, most: int) -> int:
     if size >= most:
         raise keeps_too_much(most)
     if count >= MOST_FILES:
-        message = f"the key has {count} files, the limit is {MOST_FILES}: delete some"
-        headers = {"connection": "close"}
-        raise ApiError(403, "permission_error", "storage_limit_exceeded", message, param="file", headers=headers)
+        raise _limit_reached(f"the key has {count} files, the limit is {MOST_FILES}: delete some")
     return most - size
 
 
@@ -210,21 +208,18 @@ def _too_large(most: int) -> ApiError:
 
 
 def keeps_too_much(most: int) -> ApiError:
-    message = f"the files of this key may take {most} bytes in total: delete some"
+    return _limit_reached(f"the files of this key may take {most} bytes in total: delete some")
+
+
+def _limit_reached(message: str) -> ApiError:
     headers = {"connection": "close"}
     return ApiError(403, "permission_error", "storage_limit_exceeded", message, param="file", headers=headers)
 
 
-async def files_endpoint(request: Request) -> Response:
-    return await (upload if request.method == "POST" else list_files)(request)
-
-
-async def file_endpoint(request: Request) -> Response:
-    return await (delete_file if request.method == "DELETE" else find_file)(request)
-
-
 routes: Final = [
-    Route("/v1/files", files_endpoint, methods=["GET", "POST"]),
-    Route("/v1/files/{id}", file_endpoint, methods=["GET", "DELETE"]),
+    Route("/v1/files", list_files, methods=["GET"]),
+    Route("/v1/files", upload, methods=["POST"]),
+    Route("/v1/files/{id}", find_file, methods=["GET"]),
+    Route("/v1/files/{id}", delete_file, methods=["DELETE"]),
     Route("/v1/files/{id}/content", read_content, methods=["GET"]),
 ]

@@ -13,12 +13,13 @@ from headrace_gateway.openapi.schemas import (
     OBJECT,
     STRING,
     Schema,
-    answer,
     array,
+    body,
     closed,
     either,
     integer,
     or_null,
+    record,
 )
 from headrace_gateway.tool_fields import MAX_TOOLS, NAME_PATTERN
 
@@ -113,31 +114,16 @@ _FIELDS: Final[dict[str, Schema]] = {
     ),
     "context_management": {
         "type": "object",
-        "properties": {
-            "edits": array(
-                {
-                    "type": "object",
-                    "properties": {"type": {"type": "string", "pattern": "^clear_thinking_"}},
-                    "required": ["type"],
-                }
-            )
-        },
+        "properties": {"edits": array(record({"type": {"type": "string", "pattern": "^clear_thinking_"}}))},
     },
     "speed": {"const": "standard"},
 }
-
-
-def body(served: frozenset[str], *required: str) -> Schema:
-    """Return the body with these fields."""
-    required = ("model", "messages", *required)
-    properties = {name: _FIELDS[name] if name in required else or_null(_FIELDS[name]) for name in sorted(served)}
-    for name, reason in sorted(field_tables.MESSAGES_IGNORED.items()):
-        properties[name] = {"description": f"Accepted without effect: {reason}."}
-    return closed(properties, *required)
-
-
+REQUEST: Final = body(_FIELDS, field_tables.MESSAGES, field_tables.MESSAGES_IGNORED, "model", "messages", "max_tokens")
+COUNTED_REQUEST: Final = body(
+    _FIELDS, field_tables.COUNTED_MESSAGES, field_tables.MESSAGES_IGNORED, "model", "messages"
+)
 _NULL: Final[Schema] = {"type": "null"}
-MESSAGE: Final = answer(
+MESSAGE: Final = record(
     {
         "id": STRING,
         "type": {"const": "message"},
@@ -145,9 +131,9 @@ MESSAGE: Final = answer(
         "model": STRING,
         "content": array(
             either(
-                answer({"type": {"const": "text"}, "text": STRING, "citations": _NULL}),
-                answer({"type": {"const": "thinking"}, "thinking": STRING, "signature": STRING}),
-                answer(
+                record({"type": {"const": "text"}, "text": STRING, "citations": _NULL}),
+                record({"type": {"const": "thinking"}, "thinking": STRING, "signature": STRING}),
+                record(
                     {"type": {"const": "tool_use"}, "id": STRING, "name": STRING, "input": OBJECT, "caller": OBJECT}
                 ),
             )
@@ -158,14 +144,14 @@ MESSAGE: Final = answer(
         "stop_sequence": or_null(STRING),
         "stop_details": _NULL,
         "container": _NULL,
-        "usage": answer(
+        "usage": record(
             {
                 "input_tokens": INTEGER,
                 "cache_creation_input_tokens": INTEGER,
                 "cache_read_input_tokens": INTEGER,
                 "cache_creation": _NULL,
                 "output_tokens": INTEGER,
-                "output_tokens_details": or_null(answer({"thinking_tokens": INTEGER})),
+                "output_tokens_details": or_null(record({"thinking_tokens": INTEGER})),
                 "server_tool_use": _NULL,
                 "inference_geo": _NULL,
                 "service_tier": {"const": "standard"},
@@ -173,11 +159,11 @@ MESSAGE: Final = answer(
         ),
     }
 )
-TOKENS: Final = answer({"input_tokens": INTEGER})
-ERROR: Final = answer(
+TOKENS: Final = record({"input_tokens": INTEGER})
+ERROR: Final = record(
     {
         "type": {"const": "error"},
-        "error": answer({"type": STRING, "message": STRING}),
+        "error": record({"type": STRING, "message": STRING}),
         "request_id": STRING,
     }
 )

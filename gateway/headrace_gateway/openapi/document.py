@@ -20,7 +20,7 @@ from headrace_gateway.files import files_endpoint
 from headrace_gateway.headers import LONGEST_ABANDON_AFTER, LONGEST_EXPIRES, MAX_KEY_CHARS
 from headrace_gateway.json_response import JsonResponse
 from headrace_gateway.openapi import anthropic_schemas, batch_schemas, response_schemas, schemas, tokenizer_schemas
-from headrace_gateway.openapi.schemas import Schema, closed, integer, or_null
+from headrace_gateway.openapi.schemas import Schema, integer
 from headrace_gateway.responses import MAX_PAGE
 
 PATH: Final = Path(__file__).parents[3] / "docs" / "openapi.json"
@@ -48,7 +48,7 @@ _WHEN_STORED: Final = (400, 401, 403, 404, 408, 413, 415, 429, 501, 503, 507)
 _WHEN_CREATED: Final = tuple(status for status in _ERRORS if status not in (408, 501, 507))
 _WHEN_READ: Final = tuple(status for status in _WHEN_CREATED if status not in (413, 415, 422))
 _WHEN_LISTED: Final = (401, 403, 503)
-_RETRY_AFTER: Final = {"Retry-After": {"schema": {"type": "string", "pattern": "^[0-9]+$"}}}
+_RETRY: Final = {"headers": {"Retry-After": {"schema": {"type": "string", "pattern": "^[0-9]+$"}}}}
 
 
 @cache
@@ -63,108 +63,133 @@ def document() -> dict[str, Any]:
         },
         "security": [{}, {"bearer": []}, {"key": []}],
         "paths": {
-            "/v1/models": {
-                "get": _operation("list_models", "List the models", _WHEN_LISTED, {"200": _json("Models")}),
-            },
-            "/v1/models/{id}": {
-                "get": _operation("find_model", "Describe a model", (*_WHEN_LISTED, 404), {"200": _json("Model")})
-                | {"parameters": [_parameter("path", "id", schemas.STRING)]},
-            },
-            "/v1/chat/completions": {"post": _create("create_chat_completion", "ChatCompletion")},
-            "/v1/chat/completions/{id}": {"get": _read("read_chat_completion", "ChatCompletion")},
-            "/v1/completions": {"post": _create("create_completion", "Completion")},
-            "/v1/completions/{id}": {"get": _read("read_completion", "Completion")},
-            "/v1/responses": {"post": _create("create_response", "Response")},
-            "/v1/responses/{id}": {
-                "get": _of_response(
-                    "read_response",
-                    "Read a Response, or its events",
-                    _answer_or_stream("Response"),
-                    _parameter("query", "stream", schemas.BOOLEAN),
-                    _parameter("query", "starting_after", integer(0, 10**18)),
-                ),
-                "delete": _of_response("delete_response", "Delete a Response", _json("DeletedResponse")),
-            },
-            "/v1/responses/{id}/cancel": {
-                "post": _of_response(
-                    "cancel_response",
-                    "Cancel a Response in the background",
-                    _json("Response"),
-                    refusals=(*_WHEN_READ, 415),
-                ),
-            },
-            "/v1/responses/{id}/input_items": {
-                "get": _of_response(
-                    "list_input_items",
-                    "List the input of a Response",
-                    _json("ResponseItems"),
-                    _parameter("query", "limit", integer(1, MAX_PAGE)),
-                    _parameter("query", "order", {"enum": ["asc", "desc"]}),
-                    _parameter("query", "after", schemas.STRING),
-                ),
-            },
-            "/v1/messages": {"post": _of_anthropic(_create("create_message", "Message"))},
-            "/v1/messages/{id}": {"get": _of_anthropic(_read("read_message", "Message"))},
-            "/v1/messages/count_tokens": {"post": _of_anthropic(_ask("count_message_tokens", "MessageTokens"))},
-            "/v1/responses/input_tokens": {
-                "post": _ask("count_response_tokens", "ResponseInputTokens", "ResponseRequest")
-            },
-            "/tokenize": {"post": _ask("tokenize", "Tokenized")},
-            "/detokenize": {"post": _ask("detokenize", "Detokenized")},
+            **_models(),
+            **_completions(),
+            **_responses(),
+            **_messages(),
+            **_tokenizer(),
             **_files_and_batches(),
-            "/health": {"get": _operation("health", "The process is alive", (403,), {"200": _json("Probe")})},
-            "/ready": {
-                "get": _operation(
-                    "ready", "Redis answers", (403,), {"200": _json("Probe"), "503": {**_json("Probe"), **_retry()}}
-                ),
-            },
-            "/openapi.json": {
-                "get": _operation("openapi", "This document", (401, 403), {"200": _content("The document", {})})
-            },
+            **_operations(),
         },
         "components": {
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
             },
-            "schemas": {
-                "ChatCompletionRequest": _body(field_tables.CHAT, schemas.CHAT_FIELDS, "model", "messages"),
-                "CompletionRequest": _body(field_tables.COMPLETION, schemas.COMPLETION_FIELDS, "model", "prompt"),
-                "MessageRequest": anthropic_schemas.body(field_tables.MESSAGES, "max_tokens"),
-                "MessageTokensRequest": anthropic_schemas.body(field_tables.COUNTED_MESSAGES),
-                "TokenizedRequest": tokenizer_schemas.TOKENIZE_REQUEST,
-                "DetokenizedRequest": tokenizer_schemas.DETOKENIZE_REQUEST,
-                **batch_schemas.SCHEMAS,
-                "ChatCompletion": schemas.CHAT_COMPLETION,
-                "Completion": schemas.COMPLETION,
-                "ResponseRequest": response_schemas.request(schemas.FIELDS),
-                "Response": response_schemas.RESPONSE,
-                "DeletedResponse": response_schemas.DELETED,
-                "ResponseItems": response_schemas.ITEMS,
-                "Message": anthropic_schemas.MESSAGE,
-                "MessageTokens": anthropic_schemas.TOKENS,
-                "ResponseInputTokens": tokenizer_schemas.RESPONSE_TOKENS,
-                "Tokenized": tokenizer_schemas.TOKENIZED,
-                "Detokenized": tokenizer_schemas.DETOKENIZED,
-                "Unfinished": schemas.UNFINISHED,
-                "Model": schemas.MODEL,
-                "Models": schemas.MODELS,
-                "Probe": schemas.PROBE,
-                "Error": schemas.ERROR,
-                "MessageError": anthropic_schemas.ERROR,
-            },
+            "schemas": _SCHEMAS,
         },
     }
 
 
-def _body(served: frozenset[str], own: Mapping[str, Schema], *required: str) -> Schema:
-    properties: Schema = {}
-    for name in sorted(served | field_tables.SAMPLING.keys()):
-        schema = own[name] if name in own else schemas.FIELDS[name]
-        properties[name] = schema if name in required else or_null(schema)
-    for name, reason in sorted(field_tables.IGNORED.items()):
-        properties[name] = {"description": f"Accepted without effect: {reason}."}
-    return closed(properties, *required)
+def _body(own: Mapping[str, Schema], served: frozenset[str], *required: str) -> Schema:
+    fields = {**schemas.FIELDS, **own}
+    return schemas.body(fields, served | field_tables.SAMPLING.keys(), field_tables.IGNORED, *required)
+
+
+_SCHEMAS: Final = {
+    "ChatCompletionRequest": _body(schemas.CHAT_FIELDS, field_tables.CHAT, "model", "messages"),
+    "CompletionRequest": _body(schemas.COMPLETION_FIELDS, field_tables.COMPLETION, "model", "prompt"),
+    "MessageRequest": anthropic_schemas.REQUEST,
+    "MessageTokensRequest": anthropic_schemas.COUNTED_REQUEST,
+    "TokenizedRequest": tokenizer_schemas.TOKENIZE_REQUEST,
+    "DetokenizedRequest": tokenizer_schemas.DETOKENIZE_REQUEST,
+    **batch_schemas.SCHEMAS,
+    "ChatCompletion": schemas.CHAT_COMPLETION,
+    "Completion": schemas.COMPLETION,
+    "ResponseRequest": response_schemas.REQUEST,
+    "Response": response_schemas.RESPONSE,
+    "DeletedResponse": response_schemas.DELETED,
+    "ResponseItems": response_schemas.ITEMS,
+    "Message": anthropic_schemas.MESSAGE,
+    "MessageTokens": anthropic_schemas.TOKENS,
+    "ResponseInputTokens": tokenizer_schemas.RESPONSE_TOKENS,
+    "Tokenized": tokenizer_schemas.TOKENIZED,
+    "Detokenized": tokenizer_schemas.DETOKENIZED,
+    "Unfinished": schemas.UNFINISHED,
+    "Model": schemas.MODEL,
+    "Models": schemas.MODELS,
+    "Probe": schemas.PROBE,
+    "Error": schemas.ERROR,
+    "MessageError": anthropic_schemas.ERROR,
+}
+
+
+def _models() -> dict[str, Any]:
+    one = _operation("find_model", "Describe a model", (*_WHEN_LISTED, 404), {"200": _json("Model")})
+    return {
+        "/v1/models": {"get": _operation("list_models", "List the models", _WHEN_LISTED, {"200": _json("Models")})},
+        "/v1/models/{id}": {"get": one | {"parameters": [_ID]}},
+    }
+
+
+def _completions() -> dict[str, Any]:
+    return {
+        "/v1/chat/completions": {"post": _create("create_chat_completion", "ChatCompletion")},
+        "/v1/chat/completions/{id}": {"get": _read("read_chat_completion", "ChatCompletion")},
+        "/v1/completions": {"post": _create("create_completion", "Completion")},
+        "/v1/completions/{id}": {"get": _read("read_completion", "Completion")},
+    }
+
+
+def _responses() -> dict[str, Any]:
+    return {
+        "/v1/responses": {"post": _create("create_response", "Response")},
+        "/v1/responses/{id}": {
+            "get": _of_response(
+                "read_response",
+                "Read a Response, or its events",
+                _answer_or_stream("Response"),
+                _parameter("query", "stream", schemas.BOOLEAN),
+                _parameter("query", "starting_after", integer(0, 10**18)),
+            ),
+            "delete": _of_response("delete_response", "Delete a Response", _json("DeletedResponse")),
+        },
+        "/v1/responses/{id}/cancel": {
+            "post": _of_response(
+                "cancel_response",
+                "Cancel a Response in the background",
+                _json("Response"),
+                refusals=(*_WHEN_READ, 415),
+            ),
+        },
+        "/v1/responses/{id}/input_items": {
+            "get": _of_response(
+                "list_input_items",
+                "List the input of a Response",
+                _json("ResponseItems"),
+                _parameter("query", "limit", integer(1, MAX_PAGE)),
+                _parameter("query", "order", {"enum": ["asc", "desc"]}),
+                _parameter("query", "after", schemas.STRING),
+            ),
+        },
+    }
+
+
+def _messages() -> dict[str, Any]:
+    return {
+        "/v1/messages": {"post": _of_anthropic(_create("create_message", "Message"))},
+        "/v1/messages/{id}": {"get": _of_anthropic(_read("read_message", "Message"))},
+        "/v1/messages/count_tokens": {"post": _of_anthropic(_ask("count_message_tokens", "MessageTokens"))},
+    }
+
+
+def _tokenizer() -> dict[str, Any]:
+    return {
+        "/v1/responses/input_tokens": {"post": _ask("count_response_tokens", "ResponseInputTokens", "ResponseRequest")},
+        "/tokenize": {"post": _ask("tokenize", "Tokenized")},
+        "/detokenize": {"post": _ask("detokenize", "Detokenized")},
+    }
+
+
+def _operations() -> dict[str, Any]:
+    ready = {"200": _json("Probe"), "503": {**_json("Probe"), **_RETRY}}
+    return {
+        "/health": {"get": _operation("health", "The process is alive", (403,), {"200": _json("Probe")})},
+        "/ready": {"get": _operation("ready", "Redis answers", (403,), ready)},
+        "/openapi.json": {
+            "get": _operation("openapi", "This document", (401, 403), {"200": _content("The document", {})})
+        },
+    }
 
 
 def _ref(schema: str) -> Schema:
@@ -179,15 +204,11 @@ def _json(schema: str) -> dict[str, Any]:
     return _content(schema, _ref(schema))
 
 
-def _retry() -> dict[str, Any]:
-    return {"headers": _RETRY_AFTER}
-
-
 def _operation(
     name: str, summary: str, errors: tuple[int, ...], responses: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any]:
     told = {
-        str(status): _content(_ERRORS[status], _ref("Error")) | (_retry() if status in (429, 503) else {})
+        str(status): _content(_ERRORS[status], _ref("Error")) | (_RETRY if status in (429, 503) else {})
         for status in sorted(errors)
     }
     return {"operationId": name, "summary": summary, "responses": {**responses, **told}}
@@ -198,11 +219,16 @@ def _parameter(place: str, name: str, schema: Schema) -> dict[str, Any]:
 
 
 _ID: Final = _parameter("path", "id", schemas.STRING)
+_RESUME: Final = _parameter("header", "X-Headrace-Resume", {"enum": ["0", "1", "id", "chunk"]})
+
+
+def _request_body(schema: Schema, kind: str = "application/json") -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {kind: {"schema": schema}}}}
 
 
 def _create(name: str, answer: str) -> dict[str, Any]:
     operation = _operation(name, f"Create a {answer}", _WHEN_CREATED, {"200": _answer_or_stream(answer)})
-    return operation | {
+    headers = {
         "parameters": [
             _parameter("header", "X-Headrace-Priority", integer(0, 9)),
             _parameter("header", "X-Headrace-Expires", {"type": "number", "minimum": 1, "maximum": LONGEST_EXPIRES}),
@@ -211,26 +237,20 @@ def _create(name: str, answer: str) -> dict[str, Any]:
                 "X-Headrace-Abandon-After",
                 {"type": "number", "minimum": 0, "maximum": LONGEST_ABANDON_AFTER},
             ),
-            _parameter("header", "X-Headrace-Resume", {"enum": ["0", "1", "id", "chunk"]}),
+            _RESUME,
             _parameter("header", "Idempotency-Key", {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARS}),
-        ],
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": _ref(f"{answer}Request")}},
-        },
+        ]
     }
+    return operation | headers | _request_body(_ref(f"{answer}Request"))
 
 
 def _ask(name: str, answer: str, request: str | None = None) -> dict[str, Any]:
-    schema = _ref(request or f"{answer}Request")
-    return _operation(name, f"Ask a tokenizer: {answer}", _WHEN_ASKED, {"200": _json(answer)}) | {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}
-    }
+    operation = _operation(name, f"Ask a tokenizer: {answer}", _WHEN_ASKED, {"200": _json(answer)})
+    return operation | _request_body(_ref(request or f"{answer}Request"))
 
 
 def _files_and_batches() -> dict[str, Any]:
-    form = {"required": True, "content": {"multipart/form-data": {"schema": batch_schemas.UPLOAD}}}
-    body = {"required": True, "content": {"application/json": {"schema": _ref("BatchRequest")}}}
+    form = _request_body(batch_schemas.UPLOAD, "multipart/form-data")
     after, order = _parameter("query", "after", schemas.STRING), {"enum": ["asc", "desc"]}
     content = {"description": "The content", "content": {"application/octet-stream": {"schema": {}}}}
     limit = _parameter("query", "limit", integer(1, batches_endpoint.MOST_LISTED))
@@ -240,7 +260,7 @@ def _files_and_batches() -> dict[str, Any]:
     return {
         "/v1/files": {
             "get": _kept("list_files", "List the files", "Files", *listed),
-            "post": _kept("upload_file", "Upload a file", "File") | {"requestBody": form},
+            "post": _kept("upload_file", "Upload a file", "File") | form,
         },
         "/v1/files/{id}": {
             "get": _kept("find_file", "Describe a file", "File", _ID),
@@ -251,7 +271,7 @@ def _files_and_batches() -> dict[str, Any]:
         },
         "/v1/batches": {
             "get": _kept("list_batches", "List the batches", "Batches", after, limit),
-            "post": _kept("create_batch", "Create a batch", "Batch") | {"requestBody": body},
+            "post": _kept("create_batch", "Create a batch", "Batch") | _request_body(_ref("BatchRequest")),
         },
         "/v1/batches/{id}": {"get": _kept("find_batch", "Describe a batch", "Batch", _ID)},
         "/v1/batches/{id}/cancel": {"post": _kept("cancel_batch", "Cancel a batch", "Batch", _ID)},
@@ -268,21 +288,21 @@ def _of_anthropic(operation: dict[str, Any]) -> dict[str, Any]:
     failures = {int(status) for status in operation["responses"].keys() - told.keys() - {"503"}}
     for status in sorted(failures | {529}):
         told[str(status)] = _content(_OF_MESSAGES[status], _ref("MessageError"))
-        told[str(status)] |= _retry() if status in (429, 529) else {}
+        told[str(status)] |= _RETRY if status in (429, 529) else {}
     return operation | {"responses": told}
 
 
 def _read(name: str, answer: str) -> dict[str, Any]:
-    unfinished = {**_json("Unfinished"), **_retry()}
+    unfinished = {**_json("Unfinished"), **_RETRY}
     responses = {"200": _answer_or_stream(answer), "202": unfinished}
     place: Schema = {"type": "string", "pattern": f"^{cursor.PATTERN}$"}
     return _operation(name, f"Retrieve a {answer}, or rejoin its stream", _WHEN_READ, responses) | {
         "parameters": [
-            _parameter("path", "id", schemas.STRING),
+            _ID,
             _parameter("query", "stream", schemas.BOOLEAN),
             _parameter("query", "starting_after", place),
             _parameter("header", "Last-Event-ID", {"type": "string", "pattern": f"^({cursor.PATTERN})?$"}),
-            _parameter("header", "X-Headrace-Resume", {"enum": ["0", "1", "id", "chunk"]}),
+            _RESUME,
         ]
     }
 
@@ -291,7 +311,7 @@ def _of_response(
     name: str, summary: str, found: dict[str, Any], *query: dict[str, Any], refusals: tuple[int, ...] = _WHEN_READ
 ) -> dict[str, Any]:
     operation = _operation(name, summary, refusals, {"200": found})
-    return operation | {"parameters": [_parameter("path", "id", schemas.STRING), *query]}
+    return operation | {"parameters": [_ID, *query]}
 
 
 def _answer_or_stream(answer: str) -> dict[str, Any]:

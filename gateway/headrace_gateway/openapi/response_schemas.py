@@ -1,10 +1,11 @@
 """JSON Schemas of the Responses API: the fields of its requests, and its objects."""
 
-from typing import Any, Final
+from typing import Final
 
 from headrace_gateway import field_tables
 from headrace_gateway.call_fields import MAX_LOGPROBS, MAX_TOKENS
 from headrace_gateway.input_items import FIELDS, ROLES, STATUSES
+from headrace_gateway.openapi import schemas
 from headrace_gateway.openapi.schemas import (
     BOOLEAN,
     INTEGER,
@@ -12,12 +13,13 @@ from headrace_gateway.openapi.schemas import (
     OBJECT,
     STRING,
     Schema,
-    answer,
     array,
+    body,
     closed,
     either,
     integer,
     or_null,
+    record,
 )
 from headrace_gateway.response_fields import INCLUDABLE, SUMMARIES
 from headrace_gateway.tool_fields import MAX_TOOLS, NAME_PATTERN
@@ -49,7 +51,7 @@ def _item(kind: str, required: tuple[str, ...], **own: Schema) -> Schema:
 
 _REASONING_PARTS: Final = or_null(array({"type": "object", "required": ["type", "text"]}))
 ITEM: Final = either(
-    {"type": "object", "properties": {"type": {"const": "item_reference"}, "id": STRING}, "required": ["type", "id"]},
+    record({"type": {"const": "item_reference"}, "id": STRING}),
     _item(
         "message",
         ("role", "content"),
@@ -78,20 +80,10 @@ _FUNCTION: Final = closed(
     "type",
     "name",
 )
-_NAMED: Final[Schema] = {
-    "type": "object",
-    "properties": {"type": {"const": "function"}, "name": STRING},
-    "required": ["type", "name"],
-}
-_ALLOWED: Final[Schema] = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "allowed_tools"},
-        "mode": {"enum": ["auto", "required"]},
-        "tools": array(_NAMED, minItems=1),
-    },
-    "required": ["type", "mode", "tools"],
-}
+_NAMED: Final = record({"type": {"const": "function"}, "name": STRING})
+_ALLOWED: Final = record(
+    {"type": {"const": "allowed_tools"}, "mode": {"enum": ["auto", "required"]}, "tools": array(_NAMED, minItems=1)}
+)
 _FORMAT: Final = either(
     closed({"type": {"enum": ["text", "json_object"]}}, "type"),
     closed(
@@ -101,7 +93,7 @@ _FORMAT: Final = either(
     ),
 )
 _SUMMARY: Final = {"enum": [*SUMMARIES, None]}
-FIELDS_OF_REQUEST: Final[dict[str, Schema]] = {
+_OWN_FIELDS: Final[dict[str, Schema]] = {
     "input": either(STRING, array(ITEM, minItems=1)),
     "instructions": STRING,
     "max_output_tokens": integer(1, MAX_TOKENS),
@@ -117,7 +109,7 @@ FIELDS_OF_REQUEST: Final[dict[str, Schema]] = {
     "stream_options": closed({"include_obfuscation": {}}),
 }
 """Fields that the other endpoints do not have, or that mean something else there."""
-SAMPLING: Final = field_tables.SAMPLING.keys() - field_tables.RESPONSE_REFUSED.keys()
+_SAMPLING: Final = field_tables.SAMPLING.keys() - field_tables.RESPONSE_REFUSED.keys()
 
 _CONFIG: Final[Schema] = {
     "previous_response_id": or_null(STRING),
@@ -143,14 +135,8 @@ _CONFIG: Final[Schema] = {
     "safety_identifier": {},
     "prompt_cache_key": or_null(STRING),
 }
-_ITEM_SHAPE: Final[Schema] = {
-    "type": "object",
-    "properties": {"id": STRING, "type": {"enum": [*FIELDS]}, "status": {"enum": [*STATUSES]}},
-    "required": ["id", "type", "status"],
-}
-
-
-RESPONSE: Final = answer(
+_ITEM_SHAPE: Final = record({"id": STRING, "type": {"enum": [*FIELDS]}, "status": {"enum": [*STATUSES]}})
+RESPONSE: Final = record(
     {
         "id": STRING,
         "object": {"const": "response"},
@@ -158,11 +144,11 @@ RESPONSE: Final = answer(
         "completed_at": or_null(INTEGER),
         "model": STRING,
         "status": {"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
-        "error": or_null(answer({"code": STRING, "message": STRING})),
-        "incomplete_details": or_null(answer({"reason": STRING})),
+        "error": or_null(record({"code": STRING, "message": STRING})),
+        "incomplete_details": or_null(record({"reason": STRING})),
         "output": array(_ITEM_SHAPE),
         "usage": or_null(
-            answer(
+            record(
                 {
                     "input_tokens": INTEGER,
                     "input_tokens_details": OBJECT,
@@ -175,8 +161,8 @@ RESPONSE: Final = answer(
         **_CONFIG,
     }
 )
-DELETED: Final = answer({"id": STRING, "object": {"const": "response"}, "deleted": {"const": True}})
-ITEMS: Final = answer(
+DELETED: Final = record({"id": STRING, "object": {"const": "response"}, "deleted": {"const": True}})
+ITEMS: Final = record(
     {
         "object": {"const": "list"},
         "data": array(_ITEM_SHAPE),
@@ -185,14 +171,6 @@ ITEMS: Final = answer(
         "has_more": BOOLEAN,
     }
 )
-
-
-def request(shared: dict[str, Any]) -> Schema:
-    """Return the body of `POST /v1/responses`. `shared` has the fields that it shares with other endpoints."""
-    properties: Schema = {}
-    for name in sorted(field_tables.RESPONSE | SAMPLING):
-        schema = FIELDS_OF_REQUEST[name] if name in FIELDS_OF_REQUEST else shared[name]
-        properties[name] = schema if name in ("model", "input") else or_null(schema)
-    for name, reason in sorted(field_tables.IGNORED.items()):
-        properties[name] = {"description": f"Accepted without effect: {reason}."}
-    return closed(properties, "model", "input")
+REQUEST: Final = body(
+    {**schemas.FIELDS, **_OWN_FIELDS}, field_tables.RESPONSE | _SAMPLING, field_tables.IGNORED, "model", "input"
+)

@@ -3,6 +3,7 @@
 They omit rules between fields, which `chat_fields` and `completion_fields` check.
 """
 
+from collections.abc import Mapping, Set
 from typing import Any, Final
 
 from headrace_broker import sampling_rules as rules
@@ -44,6 +45,12 @@ def closed(properties: Schema, *required: str) -> Schema:
     return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
 
 
+def record(properties: Schema, *optional: str) -> Schema:
+    """Return an object schema that allows other properties, as answers have: later releases may add some."""
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": properties, "required": required}
+
+
 def either(*schemas: Schema) -> Schema:
     return {"anyOf": [*schemas]}
 
@@ -74,7 +81,7 @@ _STRUCTURED: Final = closed(
     }
 ) | {"minProperties": 1}
 _RESPONSE_FORMAT: Final = either(
-    {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
+    record({"type": {"enum": ["text", "json_object"]}}),
     closed(
         {
             "type": {"const": "json_schema"},
@@ -94,37 +101,15 @@ _FUNCTION: Final = closed(
     "name",
 )
 _TOOL: Final = closed({"type": {"const": "function"}, "function": _FUNCTION}, "type", "function")
-_NAMED: Final[Schema] = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {"type": "object", "properties": {"name": STRING}, "required": ["name"]},
-    },
-    "required": ["type", "function"],
-}
-_ALLOWED: Final[Schema] = {
-    "type": "object",
-    "properties": {
+_NAMED: Final = record({"type": {"const": "function"}, "function": record({"name": STRING})})
+_ALLOWED: Final = record(
+    {
         "type": {"const": "allowed_tools"},
-        "allowed_tools": {
-            "type": "object",
-            "properties": {"mode": {"enum": ["auto", "required"]}, "tools": array(_NAMED, minItems=1)},
-            "required": ["mode", "tools"],
-        },
-    },
-    "required": ["type", "allowed_tools"],
-}
+        "allowed_tools": record({"mode": {"enum": ["auto", "required"]}, "tools": array(_NAMED, minItems=1)}),
+    }
+)
 _PART: Final = either(
-    {
-        "type": "object",
-        "properties": {"type": {"const": "text"}, "text": STRING},
-        "required": ["type", "text"],
-    },
-    {
-        "type": "object",
-        "properties": {"type": {"const": "refusal"}, "refusal": STRING},
-        "required": ["type", "refusal"],
-    },
+    record({"type": {"const": "text"}, "text": STRING}), record({"type": {"const": "refusal"}, "refusal": STRING})
 )
 _CALL: Final = closed(
     {
@@ -241,40 +226,44 @@ COMPLETION_FIELDS: Final = {"logprobs": integer(0, MAX_LOGPROBS), "max_tokens": 
 """Fields that mean something else in each endpoint."""
 
 
-def answer(properties: Schema, *optional: str) -> Schema:
-    """Return an object schema of an answer. Later releases may add properties."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": [name for name in properties if name not in optional],
-    }
+def body(fields: Mapping[str, Schema], names: Set[str], ignored: Mapping[str, str], *required: str) -> Schema:
+    """Return the schema of a request. A field that is not required may be null.
+
+    Args:
+        fields: the schemas of at least the fields in `names`.
+        ignored: fields without effect -> why that is harmless.
+    """
+    properties = {name: fields[name] if name in required else or_null(fields[name]) for name in sorted(names)}
+    for name, reason in sorted(ignored.items()):
+        properties[name] = {"description": f"Accepted without effect: {reason}."}
+    return closed(properties, *required)
 
 
-ERROR: Final = answer(
-    {"error": answer({"message": STRING, "type": STRING, "param": or_null(STRING), "code": or_null(STRING)})}
+ERROR: Final = record(
+    {"error": record({"message": STRING, "type": STRING, "param": or_null(STRING), "code": or_null(STRING)})}
 )
-_USAGE: Final = answer(
+_USAGE: Final = record(
     {
         "prompt_tokens": INTEGER,
         "completion_tokens": INTEGER,
         "total_tokens": INTEGER,
-        "prompt_tokens_details": answer({"cached_tokens": INTEGER}),
-        "completion_tokens_details": answer({"reasoning_tokens": INTEGER}),
+        "prompt_tokens_details": record({"cached_tokens": INTEGER}),
+        "completion_tokens_details": record({"reasoning_tokens": INTEGER}),
     },
     "prompt_tokens_details",
     "completion_tokens_details",
 )
-_CHAT_TOKEN: Final = answer({"token": STRING, "logprob": NUMBER, "bytes": or_null(array(integer(0, 255)))})
-_CHAT_LOGPROBS: Final = answer(
+_CHAT_TOKEN: Final = record({"token": STRING, "logprob": NUMBER, "bytes": or_null(array(integer(0, 255)))})
+_CHAT_LOGPROBS: Final = record(
     {
         "content": array(
-            answer({**_CHAT_TOKEN["properties"], "top_logprobs": array(_CHAT_TOKEN, maxItems=MAX_LOGPROBS)})
+            record({**_CHAT_TOKEN["properties"], "top_logprobs": array(_CHAT_TOKEN, maxItems=MAX_LOGPROBS)})
         ),
         "refusal": {"type": "null"},
     }
 )
-_ANSWER_CALL: Final = answer(
-    {"id": STRING, "type": {"const": "function"}, "function": answer({"name": STRING, "arguments": STRING})}
+_ANSWER_CALL: Final = record(
+    {"id": STRING, "type": {"const": "function"}, "function": record({"name": STRING, "arguments": STRING})}
 )
 _CHOICE: Final = {
     "index": INTEGER,
@@ -283,15 +272,15 @@ _CHOICE: Final = {
     "token_ids": array(INTEGER),
 }
 _ANSWER: Final = {"id": STRING, "created": INTEGER, "model": STRING, "service_tier": STRING}
-CHAT_COMPLETION: Final = answer(
+CHAT_COMPLETION: Final = record(
     {
         **_ANSWER,
         "object": {"const": "chat.completion"},
         "choices": array(
-            answer(
+            record(
                 {
                     **_CHOICE,
-                    "message": answer(
+                    "message": record(
                         {
                             "role": {"const": "assistant"},
                             "content": or_null(STRING),
@@ -317,17 +306,17 @@ CHAT_COMPLETION: Final = answer(
     "metadata",
     "prompt_logprobs",
 )
-COMPLETION: Final = answer(
+COMPLETION: Final = record(
     {
         **_ANSWER,
         "object": {"const": "text_completion"},
         "choices": array(
-            answer(
+            record(
                 {
                     **_CHOICE,
                     "text": STRING,
                     "logprobs": or_null(
-                        answer(
+                        record(
                             {
                                 "tokens": array(STRING),
                                 "token_logprobs": array(or_null(NUMBER)),
@@ -348,8 +337,8 @@ COMPLETION: Final = answer(
     },
     "service_tier",
 )
-UNFINISHED: Final = answer({"id": STRING, "created": INTEGER, "model": STRING, "status": {"const": "in_progress"}})
-MODEL: Final = answer(
+UNFINISHED: Final = record({"id": STRING, "created": INTEGER, "model": STRING, "status": {"const": "in_progress"}})
+MODEL: Final = record(
     {
         "id": STRING,
         "object": {"const": "model"},
@@ -361,5 +350,5 @@ MODEL: Final = answer(
         "permission": {"type": "array"},
     }
 )
-MODELS: Final = answer({"object": {"const": "list"}, "data": array({"$ref": "#/components/schemas/Model"})})
-PROBE: Final = answer({"status": {"enum": ["ok", "unavailable"]}, "reason": STRING}, "reason")
+MODELS: Final = record({"object": {"const": "list"}, "data": array({"$ref": "#/components/schemas/Model"})})
+PROBE: Final = record({"status": {"enum": ["ok", "unavailable"]}, "reason": STRING}, "reason")

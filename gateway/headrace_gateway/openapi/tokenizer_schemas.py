@@ -11,36 +11,30 @@ from headrace_gateway.openapi.schemas import (
     INTEGER,
     STRING,
     Schema,
-    answer,
     array,
+    body,
     closed,
     either,
     integer,
     or_null,
+    record,
 )
 
-_OWN: Final[dict[str, Schema]] = {
+_FIELDS: Final[dict[str, Schema]] = {
+    **FIELDS,
     "prompt": {"type": "string", "minLength": 1},
     "add_special_tokens": BOOLEAN,
     "return_token_strs": BOOLEAN,
 }
-
-
-def _body(served: frozenset[str], required: str) -> Schema:
-    fields = {name: _OWN.get(name) or FIELDS[name] for name in sorted(served)}
-    return closed({name: each if name == required else or_null(each) for name, each in fields.items()}, required)
-
-
 TOKENIZE_REQUEST: Final = either(
-    _body(field_tables.TOKENIZE_PROMPT, "prompt"), _body(field_tables.TOKENIZE_CHAT, "messages")
+    body(_FIELDS, field_tables.TOKENIZE_PROMPT, {}, "prompt"),
+    body(_FIELDS, field_tables.TOKENIZE_CHAT, {}, "messages"),
 )
 DETOKENIZE_REQUEST: Final = closed(
     {"model": or_null(STRING), "tokens": array(integer(0, rules.MAX_TOKEN_ID), maxItems=MAX_PROMPT_TOKENS)}, "tokens"
 )
-
-
-TOKENIZED: Final = answer(
+TOKENIZED: Final = record(
     {"count": INTEGER, "max_model_len": INTEGER, "tokens": array(INTEGER), "token_strs": or_null(array(STRING))}
 )
-DETOKENIZED: Final = answer({"prompt": STRING})
-RESPONSE_TOKENS: Final = answer({"object": {"const": "response.input_tokens"}, "input_tokens": INTEGER})
+DETOKENIZED: Final = record({"prompt": STRING})
+RESPONSE_TOKENS: Final = record({"object": {"const": "response.input_tokens"}, "input_tokens": INTEGER})

@@ -8,7 +8,7 @@ V3.1: `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁e
 import re
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Found, PendingText, read_arguments
+from headrace_gateway.parsers.json_call import Found, PendingText, no_call, read_arguments, read_tagged
 from headrace_gateway.parsers.json_reader import read_value
 from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader, drop
 
@@ -31,32 +31,24 @@ _NAME = re.compile(r"[^\s<>`{}\[\]\"]+")
 
 def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
     """Read calls and the text around them to the end."""
-    while (tag := (yield from reader.until(_TAGS, writer.content))) is not None:
-        if tag != _OPEN:
-            continue
-        pending = PendingText(tag)
-        found = yield from _read_call(reader, writer, pending)
-        if found is Found.OTHER:
-            pending.send_to(writer.content)
-        elif found is Found.CUT:
-            writer.trim()
+    return read_tagged(reader, writer, _TAGS, (_OPEN,), _read_call)
 
 
-def _read_call(reader: TextReader, writer: EventWriter, pending: PendingText) -> Steps[Found]:
+def _read_call(reader: TextReader, writer: EventWriter, _tag: str, pending: PendingText) -> Steps[Found]:
     yield from reader.space(pending)
     first: list[str] = []
     second: list[str] = []
     yield from reader.all_of(_NAME, pending.tee(first))
     yield from reader.space(pending)
     if not (yield from reader.next_is(_SEPARATOR, pending)):
-        return (yield from _no_call(reader))
+        return (yield from no_call(reader))
     yield from reader.space(pending)
     yield from reader.all_of(_NAME, pending.tee(second))
     if (yield from reader.space(pending)) == "`":
         yield from reader.next_is(_FENCE, pending)
         yield from reader.space(pending)
     if (yield from reader.peek()) != "{":
-        return (yield from _no_call(reader))
+        return (yield from no_call(reader))
     name = "".join(second or first)
     is_call = name in writer.tools
     if is_call:
@@ -71,7 +63,3 @@ def _read_call(reader: TextReader, writer: EventWriter, pending: PendingText) ->
     yield from reader.space(sink)
     yield from reader.next_is(_CLOSE, sink)
     return Found.CALL if is_call else Found.OTHER
-
-
-def _no_call(reader: TextReader) -> Steps[Found]:
-    return Found.OTHER if (yield from reader.peek()) else Found.CUT

@@ -3,7 +3,7 @@
 import re
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Found, PendingText
+from headrace_gateway.parsers.json_call import Found, PendingText, read_tagged
 from headrace_gateway.parsers.schema_values import ObjectWriter
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
@@ -20,18 +20,10 @@ _AFTER = TagSet("<arg_key>", "</tool_call>")
 
 def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
     """Read calls and the text around them to the end."""
-    while (tag := (yield from reader.until(_TAGS, writer.content))) is not None:
-        if tag != _OPEN:
-            continue
-        pending = PendingText(tag)
-        found = yield from _read_call(reader, writer, pending)
-        if found is Found.OTHER:
-            pending.send_to(writer.content)
-        elif found is Found.CUT:
-            writer.trim()
+    return read_tagged(reader, writer, _TAGS, (_OPEN,), _read_call)
 
 
-def _read_call(reader: TextReader, writer: EventWriter, pending: PendingText) -> Steps[Found]:
+def _read_call(reader: TextReader, writer: EventWriter, _tag: str, pending: PendingText) -> Steps[Found]:
     pieces: list[str] = []
     yield from reader.space(pending)
     yield from reader.all_of(_NAME, pending.tee(pieces))

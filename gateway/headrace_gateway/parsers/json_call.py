@@ -1,7 +1,9 @@
-"""Calls written as JSON objects with `name` and `arguments` (or `parameters`), as in several formats."""
+"""Finds calls after tags, and reads calls that are JSON objects with `name` and `arguments` (or `parameters`)."""
 
 import re
+from collections.abc import Callable, Collection
 from enum import Enum, auto
+from typing import TypeAlias
 
 from headrace_gateway.parsers.event_writer import EventWriter
 from headrace_gateway.parsers.json_reader import decoded_string, read_string, read_value
@@ -58,6 +60,33 @@ class PendingText:
         sink("".join(self._pieces))
         self._sink = sink
         self._pieces = []
+
+
+CallReader: TypeAlias = Callable[[TextReader, EventWriter, str, PendingText], Steps[Found]]
+"""Reads a call after its opening tag, which the pending text contains."""
+
+
+def read_tagged(
+    reader: TextReader, writer: EventWriter, tags: TagSet, opening: Collection[str], read_call: CallReader
+) -> Steps[None]:
+    """Read calls, each after one of the tags in `opening`, and the text around them to the end.
+
+    The other tags are dropped.
+    """
+    while (tag := (yield from reader.until(tags, writer.content))) is not None:
+        if tag not in opening:
+            continue
+        pending = PendingText(tag)
+        found = yield from read_call(reader, writer, tag, pending)
+        if found is Found.OTHER:
+            pending.send_to(writer.content)
+        elif found is Found.CUT:
+            writer.trim()
+
+
+def no_call(reader: TextReader) -> Steps[Found]:
+    """Return CUT at the end of the text, else OTHER."""
+    return Found.OTHER if (yield from reader.peek()) else Found.CUT
 
 
 def read_calls(reader: TextReader, writer: EventWriter, pending: PendingText) -> Steps[Found]:

@@ -3,7 +3,7 @@
 import re
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Found, PendingText, read_arguments, read_calls
+from headrace_gateway.parsers.json_call import Found, PendingText, read_arguments, read_calls, read_tagged
 from headrace_gateway.parsers.json_reader import read_value
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
@@ -16,19 +16,13 @@ _NAME = re.compile(r"[^\s\[\]{}<>\"]+")
 
 def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
     """Read calls and the text around them to the end."""
-    while (tag := (yield from reader.until(_TAGS, writer.content))) is not None:
-        if tag != _OPEN:
-            continue
-        pending = PendingText(tag)
-        char = yield from reader.space(pending)
-        if char in ("[", "{"):
-            found = yield from read_calls(reader, writer, pending)
-        else:
-            found = yield from _read_named(reader, writer, pending)
-        if found is Found.OTHER:
-            pending.send_to(writer.content)
-        elif found is Found.CUT:
-            writer.trim()
+    return read_tagged(reader, writer, _TAGS, (_OPEN,), _read_call)
+
+
+def _read_call(reader: TextReader, writer: EventWriter, _tag: str, pending: PendingText) -> Steps[Found]:
+    if (yield from reader.space(pending)) in ("[", "{"):
+        return (yield from read_calls(reader, writer, pending))
+    return (yield from _read_named(reader, writer, pending))
 
 
 def _read_named(reader: TextReader, writer: EventWriter, pending: PendingText) -> Steps[Found]:

@@ -6,7 +6,7 @@ Some models leave out `<tool_call>` or the end of a parameter, or call before th
 import re
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Found, PendingText
+from headrace_gateway.parsers.json_call import Found, PendingText, no_call, read_tagged
 from headrace_gateway.parsers.schema_values import ObjectWriter
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
@@ -29,27 +29,19 @@ _INLINE_END = TagSet("</parameter>", "<parameter=", "</function>")
 
 def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
     """Read calls and the text around them to the end."""
-    while (tag := (yield from reader.until(_TAGS, writer.content))) is not None:
-        if tag in STARTS:
-            pending = PendingText()
-            found = yield from read_call(reader, writer, tag, pending)
-            if found is Found.OTHER:
-                pending.send_to(writer.content)
-            elif found is Found.CUT:
-                writer.trim()
+    return read_tagged(reader, writer, _TAGS, STARTS, read_call)
 
 
 def read_call(reader: TextReader, writer: EventWriter, tag: str, pending: PendingText) -> Steps[Found]:
     """Read a call after one of STARTS."""
-    pending(tag)
     if tag == _OPEN:
         yield from reader.space(pending)
         if not (yield from reader.next_is(_ONLY_FUNCTION, pending)):
-            return Found.OTHER if (yield from reader.peek()) else Found.CUT
+            return (yield from no_call(reader))
     pieces: list[str] = []
     yield from reader.all_of(_NAME, pending.tee(pieces))
     if not (yield from reader.next_is(_ANGLE, pending)):
-        return Found.OTHER if (yield from reader.peek()) else Found.CUT
+        return (yield from no_call(reader))
     name = "".join(pieces)
     if name not in writer.tools:
         return Found.OTHER

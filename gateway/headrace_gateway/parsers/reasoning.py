@@ -1,10 +1,9 @@
 """Reasoning between two tags before the answer. The opening tag may be at the end of the prompt instead."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Found, PendingText
+from headrace_gateway.parsers.json_call import CallReader, Found, PendingText
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
 
@@ -23,12 +22,6 @@ class ReasoningTags:
 THINK = ReasoningTags({"<think>": "</think>"})
 # Magistral's first templates ask for <think>, the later ones for [THINK].
 MISTRAL = ReasoningTags({"[THINK]": "[/THINK]", "<think>": "</think>"})
-
-
-class CallReader(Protocol):
-    """Reads a call after its opening tag."""
-
-    def __call__(self, reader: TextReader, writer: EventWriter, tag: str, pending: PendingText) -> Steps[Found]: ...
 
 
 def read_reasoning(
@@ -58,8 +51,8 @@ def read_reasoning(
     closing = tags.closing[opening]
     ends = TagSet(closing, *starts)
     while (tag := (yield from reader.until(ends, writer.reasoning))) not in (None, closing):
-        pending = PendingText()
         assert tag is not None and read_call is not None
+        pending = PendingText(tag)
         if (yield from read_call(reader, writer, tag, pending)) is Found.CALL:
             yield from reader.space()
             yield from reader.next_is(TagSet(closing))

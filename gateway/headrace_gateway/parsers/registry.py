@@ -9,7 +9,6 @@ from headrace_gateway.errors import UnknownParserError
 from headrace_gateway.parsers import deepseek, glm45, harmony, llama3_json, mistral, pythonic, qwen3_xml
 from headrace_gateway.parsers.event_writer import EventWriter
 from headrace_gateway.parsers.events import ParserEvent
-from headrace_gateway.parsers.protocol import OutputParser
 from headrace_gateway.parsers.reasoning import MISTRAL, THINK, read_reasoning
 from headrace_gateway.parsers.tagged_json import GRANITE, HERMES, PHI4_MINI
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
@@ -51,7 +50,7 @@ def make_parser(
     tools: Sequence[ToolForm],
     prompt_tail: str | None,
     parallel: bool = True,
-) -> OutputParser:
+) -> "OutputParser":
     """Make the parser of one choice.
 
     Args:
@@ -73,7 +72,7 @@ def make_parser(
         )
     reader, writer = TextReader(), EventWriter(tools if tool_parser else (), parallel=parallel)
     steps = _read(reader, writer, tool_parser, reasoning_parser, prompt_tail)
-    return _StepParser(reader, writer, steps)
+    return OutputParser(reader, writer, steps)
 
 
 def _check(name: str | None, field: str, names: frozenset[str]) -> None:
@@ -106,8 +105,8 @@ def _read(
         yield from reader.until(_NOTHING, writer.content)
 
 
-class _StepParser:
-    """Runs a reader as text arrives."""
+class OutputParser:
+    """Parses the text of one choice. It holds back only text that may become a tag."""
 
     def __init__(self, reader: TextReader, writer: EventWriter, steps: Steps[None]) -> None:
         self._reader = reader
@@ -115,12 +114,14 @@ class _StepParser:
         self._steps = steps
 
     def feed(self, text: str) -> list[ParserEvent]:
+        """Parse the next piece."""
         if text and not self._writer.is_full:
             self._reader.push(text)
             next(self._steps, None)
         return self._writer.take()
 
     def finish(self) -> list[ParserEvent]:
+        """Emit what was held back. The text has ended: normally, at max_tokens, or with an error."""
         self._reader.end()
         for _ in self._steps:
             pass

@@ -1,7 +1,7 @@
 """Formats with calls as JSON objects after a tag: Hermes, Granite, Phi-4-mini."""
 
 from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.json_call import Found, PendingText, read_calls
+from headrace_gateway.parsers.json_call import Found, PendingText, read_calls, read_tagged
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
 
@@ -21,18 +21,14 @@ class TaggedJson:
 
     def read(self, reader: TextReader, writer: EventWriter) -> Steps[None]:
         """Read calls and the text around them to the end."""
-        while (tag := (yield from reader.until(self._tags, writer.content))) is not None:
-            if tag not in self._opening:
-                continue
-            pending = PendingText(tag)
-            found = yield from read_calls(reader, writer, pending)
-            if found is Found.CALL:
-                yield from reader.space()
-                yield from reader.next_is(self._closing)
-            elif found is Found.OTHER:
-                pending.send_to(writer.content)
-            else:
-                writer.trim()
+        return read_tagged(reader, writer, self._tags, self._opening, self._read_calls)
+
+    def _read_calls(self, reader: TextReader, writer: EventWriter, _tag: str, pending: PendingText) -> Steps[Found]:
+        found = yield from read_calls(reader, writer, pending)
+        if found is Found.CALL:
+            yield from reader.space()
+            yield from reader.next_is(self._closing)
+        return found
 
 
 # Qwen 2.5 and 3 and Granite 4 use the format of Hermes.

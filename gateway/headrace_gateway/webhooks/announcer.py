@@ -1,7 +1,6 @@
 """`Webhooks`: the interface of webhooks to the rest of the gateway."""
 
 import asyncio
-import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
@@ -36,13 +35,10 @@ class Webhooks:
         client: "redis.asyncio.Redis",
         endpoints: EndpointFile | None,
         metrics: GatewayMetrics,
-        *,
-        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._endpoints: Final = endpoints
         self._outbox: Final = Outbox(client)
         self._metrics: Final = metrics
-        self._tls: Final = tls
         self._sender: Sender | None = None
 
     async def announce(self, event_type: str, object_id: str, *, key: str, tenant: str | None, at: int) -> None:
@@ -74,7 +70,7 @@ class Webhooks:
             yield
             return
         resolver = Resolver()
-        sender = Sender(self._outbox, self._endpoints.content, Poster(resolver, tls=self._tls), self._metrics)
+        sender = Sender(self._outbox, self._endpoints.content, Poster(resolver), self._metrics)
         self._sender = sender
         delivering = asyncio.create_task(keep_running(sender.run))
         try:

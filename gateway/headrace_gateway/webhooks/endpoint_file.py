@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -163,11 +163,7 @@ def _url_problems(entry: _Entry) -> list[str]:
         problems.append("url must not contain a user name or a password")
     if "#" in entry.url:
         problems.append("url must not contain a fragment")
-    if _is_literal(url):
-        refusal = refusal_of(str(url.hostname), allow_private=entry.allow_private)
+    if _IP.fullmatch(url.hostname):
+        refusal = refusal_of(url.hostname, allow_private=entry.allow_private)
         problems += [] if refusal is None else [f"url must lead to a public address: {refusal}"]
     return problems
-
-
-def _is_literal(url: SplitResult) -> bool:
-    return _IP.fullmatch(str(url.hostname)) is not None

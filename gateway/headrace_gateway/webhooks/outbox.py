@@ -61,9 +61,8 @@ class Outbox:
         client: from the broker's `connections.connect_async`.
     """
 
-    def __init__(self, client: "redis.asyncio.Redis", *, lease_seconds: float = LEASE_SECONDS) -> None:
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
         self._client: Final = client
-        self._lease_seconds: Final = lease_seconds
         self._claims: Final[dict[str, Claims]] = {}
         self._put: Final = client.register_script(_PUT.text)
         self._note: Final = client.register_script(_NOTE.text)
@@ -72,7 +71,7 @@ class Outbox:
     def claims(self, name: str) -> Claims:
         """Return the claims of the endpoint with this name. Items are event ids."""
         if name not in self._claims:
-            self._claims[name] = Claims(self._client, f"webhook:{name}", seconds=self._lease_seconds)
+            self._claims[name] = Claims(self._client, f"webhook:{name}", seconds=LEASE_SECONDS)
         return self._claims[name]
 
     async def put(self, event: Event, endpoint: Endpoint) -> bool:

@@ -54,7 +54,6 @@ class Sender:
         metrics: GatewayMetrics,
         *,
         draw: Callable[[], float] = random.random,
-        now: Callable[[], float] = time.time,
         poll_seconds: float = _LOOK_SECONDS,
     ) -> None:
         self._outbox: Final = outbox
@@ -62,7 +61,6 @@ class Sender:
         self._post: Final = post
         self._metrics: Final = metrics
         self._draw: Final = draw
-        self._now: Final = now
         self._poll_seconds: Final = poll_seconds
         self._open: set[str] = set()
         """Names of the endpoints that may be sent to."""
@@ -146,7 +144,7 @@ class Sender:
             await self._decline(endpoint, claim, delivery)
             return
         body = delivery.event.body()
-        headers = signed_headers(claim.item, body, endpoint.secrets, at=int(self._now()))
+        headers = signed_headers(claim.item, body, endpoint.secrets, at=int(time.time()))
         attempt = await self._post(endpoint, headers, body)
         decision = decide(attempt, failed_before=delivery.failed, slowed_before=delivery.slowed, jitter=self._draw())
         if decision.pause or decision.outcome == "gone":
@@ -166,7 +164,7 @@ class Sender:
     async def _decline(self, endpoint: Endpoint, claim: Claim, delivery: Delivery) -> None:
         """Delete an event that no endpoint wants. Leave a new one to other replicas first: their file may be newer."""
         what = f"endpoint={endpoint.name} event={delivery.event.id} type={delivery.event.type}"
-        if self._now() - delivery.event.created_at < _FILE_SECONDS:
+        if time.time() - delivery.event.created_at < _FILE_SECONDS:
             await self._outbox.claims(endpoint.name).put_back(claim, after=_OTHERS_SECONDS)
             logger.info("webhook left to other replicas, not in this replica's file: %s", what)
         elif await self._outbox.drop(claim, endpoint.name):

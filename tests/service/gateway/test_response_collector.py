@@ -425,7 +425,7 @@ async def test_input_items_are_paginated(redis_server: EmbeddedServer, redis_cli
         rest = (await http.get(f"{path}?order=asc&after=msg_2")).json()
         assert [item["id"] for item in rest["data"]] == ["msg_3", "msg_4"]
         assert rest["has_more"] is False
-        for query in ("limit=0", "limit=101", "limit=x", "order=up", "after=unknown"):
+        for query in ("limit=0", "limit=101", "limit=x", "limit=0000000010000", "order=up", "after=unknown"):
             assert (await http.get(f"{path}?{query}")).status_code == 400
         for query in (
             "stream=maybe",

@@ -31,7 +31,7 @@ from headrace_gateway.claims import Claims
 from headrace_gateway.context import Gateway, gateway_of
 from headrace_gateway.envelope import Envelope, EnvelopeStore
 from headrace_gateway.errors import ApiError
-from headrace_gateway.json_response import JsonResponse, error_response
+from headrace_gateway.json_response import ErrorResponse, JsonResponse
 from headrace_gateway.keys import ANYONE, ApiKey
 from headrace_gateway.local_guard import LocalGuard
 from headrace_gateway.model_catalog import ModelCatalog
@@ -233,7 +233,7 @@ class _Authentication:
             key = ANYONE if self._keys is None or is_open else self._keys.get(presented)
             if key is None:
                 error = ApiError(401, "authentication_error", "invalid_api_key", "the API key is wrong")
-                await error_response(error)(scope, receive, send)
+                await ErrorResponse(error)(scope, receive, send)
                 return
             scope.setdefault("state", {})["key"] = key
         await self._app(scope, receive, send)
@@ -241,4 +241,4 @@ class _Authentication:
 
 async def _told(_request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return ErrorResponse(error)

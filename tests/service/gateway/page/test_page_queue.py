@@ -117,7 +117,7 @@ def test_an_administrator_requeues_and_purges_dead_letters_after_confirming(
     expect(rows).to_have_count(4)
     expect(rows.first).to_contain_text("<img src=x onerror=alert(1)>")
     page.get_by_role("button", name="Requeue a", exact=True).click()
-    expect(page.locator("#dead-result")).to_have_text("1 sent again.")
+    expect(page.locator("#dead-result")).to_have_text("1 requeued.")
     expect(rows).to_have_count(3)
     page.get_by_role("button", name="Purge b", exact=True).click()
     expect(page.get_by_role("button", name="Keep")).to_be_focused()

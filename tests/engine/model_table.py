@@ -11,15 +11,15 @@ _INTRODUCTION = """\
 
 Written by `tests/engine/test_model_families.py`; do not edit.
 
-The engine runs transformers' own modelling code, so a decoder needs no support here. What the engine must know of a
-model (heads, head sizes, windows, shared keys, merged experts) it sees by running it twice on a few tokens at load,
-and what it could not compute exactly as transformers does it refuses, with the reason, before the first request.
+The engine runs transformers' own modelling code, so a decoder needs no code of ours. At load the engine runs the model
+twice on a few tokens to learn its structure (heads, head sizes, windows, shared keys, merged experts). A model that it
+could not compute exactly as transformers does is refused, with the reason, before the first request.
 
 Weights are safetensors, or one GGUF file of an architecture that transformers can dequantise (name the file instead of
 the folder). Checkpoints quantised otherwise (AWQ, GPTQ, bitsandbytes, fp8, mxfp4, ...) are refused by the name of their
-method. Rotary scaling that depends on the length of a batch is settled at load: `longrope` serves up to its original
-length with the short factors, or, when `max_model_len` says more, all requests with the long ones; `dynamic` serves up
-to where its scaling would begin. Weights and KV memory that exceed the free memory are refused before they are taken.
+method. Rotary scaling that depends on the length of a batch is fixed at load: `longrope` serves up to its original
+length with the short factors or, if `max_model_len` is larger, all requests with the long ones; `dynamic` serves up to
+where its scaling would begin. Weights and KV memory that exceed the free memory are refused before allocation.
 
 ## Tested
 
@@ -38,10 +38,10 @@ _REFUSED = """
 _BY_CLASS = """
 ## Every other decoder of transformers
 
-Their class alone rules these out, with the same errors (recurrent state, encoder-decoder, or no attention interface):
+These are refused by their class, with the same errors (recurrent state, encoder-decoder, or no attention interface):
 {ruled_out}.
 
-These have the attention interface and are loaded unless the look at load refuses them, but no test here runs them:
+These have the attention interface. They are loaded unless the check at load refuses them, but no test runs them:
 {untested}.
 """
 

@@ -36,9 +36,9 @@ _OURS: Final[dict[str, type]] = {
 _INTRODUCTION: Final = """\
 # For users of vLLM
 
-The engine has the shapes, names and meanings of vLLM's Python interface: change the import, and the program runs, or is
-told by a sentence what is not here and what to use instead. An option that is not here may be given the value with
-which it asks for nothing, such as `pipeline_parallel_size=1`.
+The engine has the shapes, names and meanings of vLLM's Python interface: change the import, and the program runs, or
+fails with an error that names the missing part and its replacement. An option that is not here is accepted with the
+value that changes nothing, such as `pipeline_parallel_size=1`.
 
 ```python
 from headrace_engine import LLM, SamplingParams  # from vllm import LLM, SamplingParams
@@ -47,17 +47,17 @@ llm = LLM("path/or/name", max_model_len=4096, seed=0)
 llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0.7, max_tokens=64))
 ```
 
-What else differs:
+Other differences:
 
 - Without `seed` each run draws anew; vLLM's default is `seed=0`. With a seed, in the request or the engine, the same
   tokens are drawn whatever else is in the batch ([determinism.md](determinism.md)).
-- The parameters that differ in their meaning or limits are in [sampling.md](sampling.md).
+- [sampling.md](sampling.md) lists the parameters that differ in their meaning or limits.
 - Errors are those of `headrace_engine.errors`: `InvalidRequestError` and `ConfigError` are `ValueError`s, as in vLLM.
 - `AsyncLLMEngine.shutdown()` may be called as in vLLM, or awaited: streams end when it is awaited.
-- `tool_calls` of messages reach the chat template as vLLM hands them on; those in outputs are text.
+- The chat template gets `tool_calls` of messages as in vLLM. Those in outputs are text.
 - `max_model_len=-1` takes as much of the model's context as the KV memory holds.
 - `RequestOutput.metrics` and `get_metrics` need no `disable_log_stats=False`. The classes of metrics are in
-  `headrace_engine.engine_metrics`; their names begin with `vllm:`, as there.
+  `headrace_engine.engine_metrics`; their names begin with `vllm:`, as in vLLM.
 - The default model, `LLM("smollm2-135m-instruct")`, needs no hub.
 
 Below is every public name of vLLM {version}, class by class. This page is generated: `cd tests && python -m vllm_api`.

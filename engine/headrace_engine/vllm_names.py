@@ -48,7 +48,7 @@ _ARGUMENTS: Final = {
     "data_parallel_rank session_id kv_hints": _ONE_MACHINE,
     "reasoning_ended reasoning_parser_kwargs": _PARSERS,
     "reset_running_requests reset_connector": "abort the requests, or wait for them",
-    "usage_context": "no use is reported to anybody",
+    "usage_context": "usage is not reported",
     "stat_loggers": _METRICS,
     "enable_multiprocessing start_engine_loop": "use core_in_process",
     "internal": "requests are aborted by the ids that they were given",
@@ -100,12 +100,12 @@ _NOT_HERE: Final[Mapping[str, Mapping[str, str]]] = {
         " shared by the hash of all tokens before them; see block_size and enable_prefix_caching",
         "stream_interval": "set it for each request: SamplingParams.stream_interval",
         "logprobs_mode": "log-probabilities are the model's own, before all sampling parameters",
-        "return_sampling_mask aux_output_config": "log-probabilities are all that is told of a draw",
+        "return_sampling_mask aux_output_config": "draws are reported by log-probabilities only",
         "watermark_config": "outputs are not watermarked",
         "diffusion_config": "diffusion models are not served",
         "fully_sharded_loras lora_* default_mm_loras enable_tower_connector_lora specialize_active_lora"
         " enable_m*_lora* max_lora_cls_labels enable_prompt_adapter": "see docs/lora.md for what adapters may hold",
-        "worker_cls worker_extension_cls additional_config": "what the engine runs is no class of yours, except"
+        "worker_cls worker_extension_cls additional_config": "the engine takes no classes of yours, except"
         " logits_processors",
         "add_cli_args from_cli_args": "make the options of a command line yourself, and give them as LLM(**vars(args))",
         "create_*_config get_batch_defaults validate_*": "use create_engine_config",
@@ -187,7 +187,7 @@ _NOT_HERE: Final[Mapping[str, Mapping[str, str]]] = {
         "*_transfer_params": _DISAGGREGATION,
     },
     "CompletionOutput": {
-        "routed_experts sampling_mask weight_versions": "log-probabilities are all that is told of a draw",
+        "routed_experts sampling_mask weight_versions": "draws are reported by log-probabilities only",
         "spec_decode_metrics": "see LLM.get_metrics",
     },
     "RequestStateStats": {

@@ -1,4 +1,4 @@
-"""Serve two tenants on one queue: a backlog of low priority, and an urgent request that overtakes it. `pip install .`"""
+"""Two tenants share one queue: a backlog of low priority, and an urgent request that overtakes it. `pip install .`"""
 
 import os
 import time

@@ -1,5 +1,5 @@
 #!/bin/sh
-# A completion over HTTP with curl, as any language can do it: streamed, and whole. Needs `headrace serve` or a gateway.
+# Request a completion over HTTP with curl, streamed and whole; any language can do the same. Needs `headrace serve` or a gateway.
 set -eu
 url="${HEADRACE_URL:-http://127.0.0.1:8000}"
 model="${MODEL:-smollm2-135m-instruct}"

@@ -1,4 +1,4 @@
-"""The engine without a queue: prompts in, texts out. `pip install '.[worker]'`"""
+"""Run the engine without a queue: prompts in, texts out. `pip install '.[worker]'`"""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Follow several streams at once with the async client, and rejoin one that was left: `pip install .`"""
+"""Follow several streams at once with the async client, and rejoin each where it was left: `pip install .`"""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ async def follow(client: AsyncClient, prompt: str) -> str:
     async for chunk in client.stream(request_id, last_id=last_id):
         text += chunk.text
     whole = await client.result(request_id)
-    assert text == whole.outputs[0].text, "nothing is missing and nothing came twice"
+    assert text == whole.outputs[0].text, "a token is missing or came twice"
     return f"{prompt}{text}"
 
 

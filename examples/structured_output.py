@@ -1,4 +1,4 @@
-"""An answer that is JSON of a schema, ready to be parsed: `pip install .`"""
+"""Get an answer that is valid JSON of a schema, and parse it: `pip install .`"""
 
 import json
 import os

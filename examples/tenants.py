@@ -1,4 +1,4 @@
-"""Two tenants on one queue: a backlog of low priority, and an urgent request that overtakes it. `pip install .`"""
+"""Two tenants share one queue: a backlog of low priority, and an urgent request that overtakes it. `pip install .`"""
 
 import os
 import time
@@ -15,7 +15,7 @@ with Client(URL, model=MODEL) as client:
             for number in range(24)
         )
     except QueueFullError as error:  # HEADRACE_MAX_QUEUED_REQUESTS or ..._PER_TENANT is reached
-        raise SystemExit(f"come again in {error.retry_after_seconds} s: {error}") from error
+        raise SystemExit(f"try again in {error.retry_after_seconds} s: {error}") from error
     sent = time.monotonic()
     urgent = client.submit(
         prompt="Name a river.",

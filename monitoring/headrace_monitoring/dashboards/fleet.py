@@ -81,7 +81,7 @@ def _deliveries() -> Row:
             increase_by("resumed_across_draws_total", "instance"),
         ),
         "Leases that ran out": graph(
-            "Messages in dead hands that nobody has put back yet; any worker does it, in seconds. From the exporter.",
+            "Messages whose lease has expired, not yet put back; any worker does it within seconds. From the exporter.",
             (queue_level("queue_run_out_leases", "queue"), "{{queue}}"),
         ),
         "Queue served": states(

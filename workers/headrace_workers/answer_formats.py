@@ -72,13 +72,15 @@ class AnswerFormats:
                 tool_parser = None
             else:
                 reasoning_parser = HARMONY
+        # decoding skips them
+        skipped = {token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special}
         traits = TemplateTraits(
             exists=bool(template),
             tools=reads_variable(template, "tools"),
             developer="developer" in template,
             thinking=next((name for name in _THINKING_VARIABLES if reads_variable(template, name)), None),
             reasoning_effort=reads_variable(template, "reasoning_effort"),
-            special_tags=bool(special_tokens(tokenizer) & set(_TAGS.get(tool_parser or "", ()))),
+            special_tags=bool(skipped & set(_TAGS.get(tool_parser or "", ()))),
         )
         return {
             "tokenizer": fingerprint_of(parts),
@@ -113,8 +115,3 @@ def tool_format_of(template: str) -> str | None:
 def reasoning_format_of(template: str) -> str | None:
     """Return the format of reasoning in this chat template, or None if it has no known format."""
     return next((name for name, text in _REASONING_FORMATS if text in template), None)
-
-
-def special_tokens(tokenizer: ModelTokenizer) -> set[str]:
-    """Return the texts of the tokens that decoding skips."""
-    return {token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special}

@@ -150,11 +150,8 @@ class Demo:
 
 def _check_results(redis_url: str, request_ids: Sequence[str], answers: Sequence[Answer]) -> None:
     """Raise DemoFailedError if an `AsyncResult.get()` differs from its stream."""
-    app = make_app(BrokerSettings(redis_url=redis_url))
-    try:
+    with make_app(BrokerSettings(redis_url=redis_url)) as app:
         for request_id, answer in zip(request_ids, answers, strict=True):
             result = AsyncResult(request_id, app=app).get(timeout=30)
             if result["outputs"][0]["text"] != answer.text:
                 raise DemoFailedError(f"the result of request {request_id} differs from its stream")
-    finally:
-        app.close()

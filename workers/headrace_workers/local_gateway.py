@@ -1,8 +1,7 @@
 """`LocalGateway`: a real gateway process on this machine, for `headrace serve` and the benchmarks."""
 
-import urllib.error
-import urllib.request
 from pathlib import Path
+from urllib.error import HTTPError
 
 from headrace_broker.embedded import free_port
 from headrace_workers.local_process import LocalProcess
@@ -16,6 +15,8 @@ class LocalGateway(LocalProcess):
         host, port: the address on which it listens; port 0 takes a free one.
         settings: the gateway's other settings, by name.
     """
+
+    ready_path = "/ready"
 
     def __init__(
         self, *, redis_url: str, log: Path, host: str = "127.0.0.1", port: int = 0, **settings: object
@@ -32,11 +33,5 @@ class LocalGateway(LocalProcess):
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
-    def _not_ready(self) -> str | None:
-        try:
-            with urllib.request.urlopen(f"{self.url}/ready", timeout=2):  # noqa: S310  # our own address
-                return None
-        except urllib.error.HTTPError as error:
-            return f"the gateway answers {error.code}"
-        except OSError:
-            return "the gateway is starting"
+    def _reason(self, error: HTTPError) -> str:
+        return f"the gateway answers {error.code}"

@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from headrace_broker.embedded import die_with_parent
 from headrace_workers.errors import HeadraceWorkerError
@@ -32,6 +34,8 @@ class LocalProcess(ABC):
         log: file for its output.
         environ: environment variables, added to those of this process.
     """
+
+    ready_path: ClassVar[str]
 
     def __init__(self, command: str, *, log: Path, environ: Mapping[str, str]) -> None:
         self._command = command
@@ -83,9 +87,23 @@ class LocalProcess(ABC):
         if status is not None:
             raise ProcessStartError(f"the {self._command} ended with status {status}:\n{self.log_tail()}")
 
+    @property
     @abstractmethod
+    def url(self) -> str: ...
+
+    @abstractmethod
+    def _reason(self, error: urllib.error.HTTPError) -> str:
+        """Return why the process cannot serve yet, by its answer."""
+
     def _not_ready(self) -> str | None:
         """Return why the process cannot serve yet, or None if it can."""
+        try:
+            with urllib.request.urlopen(f"{self.url}{self.ready_path}", timeout=2):  # noqa: S310  # our own address
+                return None
+        except urllib.error.HTTPError as error:
+            return self._reason(error)
+        except OSError:
+            return f"the {self._command} is starting"
 
     def stop(self) -> int:
         """Send SIGTERM, and SIGKILL after 20 seconds. Return the exit status."""

@@ -1,9 +1,8 @@
 """`LocalWorker`: a real worker process on this machine, for `headrace serve`, the demo and the benchmarks."""
 
 import json
-import urllib.error
-import urllib.request
 from pathlib import Path
+from urllib.error import HTTPError
 
 from headrace_broker.embedded import free_port
 from headrace_workers.local_process import LocalProcess
@@ -17,6 +16,8 @@ class LocalWorker(LocalProcess):
         port: port of metrics and health; 0 takes a free one.
         settings: the worker's other settings, by name.
     """
+
+    ready_path = "/health/ready"
 
     def __init__(self, *, model: str, redis_url: str, log: Path, port: int = 0, **settings: object) -> None:
         self._port = port or free_port()
@@ -33,11 +34,5 @@ class LocalWorker(LocalProcess):
         """The base URL of metrics and health."""
         return f"http://127.0.0.1:{self._port}"
 
-    def _not_ready(self) -> str | None:
-        try:
-            with urllib.request.urlopen(f"{self.url}/health/ready", timeout=2):  # noqa: S310  # our own loopback address
-                return None
-        except urllib.error.HTTPError as error:
-            return str(json.loads(error.read()).get("reason"))
-        except OSError:
-            return "the worker is starting"
+    def _reason(self, error: HTTPError) -> str:
+        return str(json.loads(error.read()).get("reason"))

@@ -31,8 +31,7 @@ STEP_TIMEOUT_SECONDS = 120.0
 
 NOT_SETTINGS: Final = {
     **dict.fromkeys(
-        ("tokenizer", "revision", "tokenizer_revision"),
-        "a worker uses the tokenizer in the model's folder",
+        ("tokenizer", "revision", "tokenizer_revision"), "a worker uses the tokenizer in the model's folder"
     ),
     "skip_tokenizer_init": "a worker tokenises prompts",
     "seed": "each message has its own",
@@ -90,9 +89,7 @@ class WorkerSettings(EngineOptions):
         "cached tokens reveal which prompts other tenants have sent.",
     )
     lora_modules: str = option(
-        "",
-        "LoRA adapters that messages may name: name=folder pairs separated by commas.",
-        metavar="NAME=FOLDER,...",
+        "", "LoRA adapters that messages may name: name=folder pairs separated by commas.", metavar="NAME=FOLDER,..."
     )
     lora_dir: str | None = option(
         None,
@@ -102,9 +99,7 @@ class WorkerSettings(EngineOptions):
     metrics_host: str = option("127.0.0.1", "Address of /metrics and /health.", metavar="HOST")
     metrics_port: int = option(9464, "Port of /metrics; 0 takes a free one.", metavar="PORT", least=0, most=65535)
     tenants: str = option(
-        "",
-        "Tenants with metrics of their own, separated by commas; all others are counted together.",
-        metavar="A,B",
+        "", "Tenants with metrics of their own, separated by commas; all others are counted together.", metavar="A,B"
     )
     tracing: bool = option(False, "Export a trace of each request over OTLP; needs the extra headrace[tracing].")
     grace_seconds: float = option(30.0, "How long running requests may continue after SIGTERM.", metavar="S", least=0)

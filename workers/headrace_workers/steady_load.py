@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from headrace_broker.client import Client
 from headrace_broker.errors import HeadraceBrokerError
@@ -13,6 +14,7 @@ _CANCELLED_SHARE = 0.05
 _LONGEST_PAUSE_SECONDS = 6.0
 
 
+@dataclass(slots=True)
 class SteadyLoad:
     """Send requests of two tenants, with several priorities and lengths, without reading the answers.
 
@@ -24,38 +26,28 @@ class SteadyLoad:
         sleep: waits for a number of seconds.
     """
 
-    def __init__(
-        self,
-        redis_url: str,
-        model: str,
-        questions: Sequence[str],
-        progress: Callable[[str], None],
-        *,
-        sleep: Callable[[float], object] = time.sleep,
-        seed: int = 0,
-    ) -> None:
-        self._redis_url = redis_url
-        self._model = model
-        self._questions = questions
-        self._progress = progress
-        self._sleep = sleep
-        self._random = random.Random(seed)
+    redis_url: str = field(repr=False)
+    model: str
+    questions: Sequence[str]
+    progress: Callable[[str], None]
+    sleep: Callable[[float], object] = time.sleep
+    _random: random.Random = field(init=False, default_factory=lambda: random.Random(0))
 
     def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Send until `stopped` returns True. Report an error of Redis, and try again."""
-        with Client(self._redis_url, model=self._model) as client:
+        with Client(self.redis_url, model=self.model) as client:
             while not stopped():
                 try:
                     self.send(client)
                 except HeadraceBrokerError as error:
-                    self._progress(str(error))
-                self._sleep(self._random.uniform(0.5, _LONGEST_PAUSE_SECONDS))
+                    self.progress(str(error))
+                self.sleep(self._random.uniform(0.5, _LONGEST_PAUSE_SECONDS))
 
     def send(self, client: Client) -> list[str]:
         """Send one to four requests at once, and cancel a few of them. Return all ids."""
         ids = client.submit_many(
             {
-                "messages": [{"role": "user", "content": self._random.choice(self._questions)}],
+                "messages": [{"role": "user", "content": self._random.choice(self.questions)}],
                 "sampling_params": {"max_tokens": self._random.choice((16, 48, 96, 160)), "temperature": 0.8},
                 "priority": self._random.choice(_PRIORITIES),
                 "tenant": self._random.choice(TENANTS),

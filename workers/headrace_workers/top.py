@@ -1,7 +1,7 @@
 """`ServiceSampler`: samples of the whole service, from Redis and from its workers' answers to remote control."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,19 +34,11 @@ class ServiceSampler:
         answer_seconds: how long to wait for the workers' answers.
     """
 
-    def __init__(
-        self,
-        client: "redis.Redis",
-        app: Celery,
-        *,
-        answer_seconds: float = 0.5,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, client: "redis.Redis", app: Celery, *, answer_seconds: float = 0.5) -> None:
         self._client = client
         self._app = app
         self._reader = QueueLevelReader(client)
         self._answer_seconds = answer_seconds
-        self._clock = clock
 
     def sample(self) -> Sample:
         """Return the state of the service now."""
@@ -54,7 +46,7 @@ class ServiceSampler:
         levels = self._reader.read(queue_name(name) for name in names)
         replies = self._app.control.broadcast("engine_stats", reply=True, timeout=self._answer_seconds)
         workers = {name: answer for reply in replies or [] for name, answer in reply.items() if "engine" in answer}
-        return Sample(self._clock(), dict(zip(names, levels.values(), strict=True)), workers)
+        return Sample(time.monotonic(), dict(zip(names, levels.values(), strict=True)), workers)
 
 
 def report(sample: Sample, before: Sample | None) -> dict[str, Any]:
@@ -83,6 +75,7 @@ def _queue(model: str, levels: QueueLevels) -> dict[str, Any]:
 
 def _worker(name: str, answer: Mapping[str, Any], sample: Sample, before: Sample | None) -> dict[str, Any]:
     engine, totals = answer["engine"], answer["totals"]
+    used, total = engine["kv_blocks_used"], engine["kv_blocks_total"]  # None if the engine does not report it
     past = before.workers.get(name) if before is not None else None
     tokens_per_second = time_to_first_token = None
     if past is not None and before is not None and past["totals"]["tokens"] <= totals["tokens"]:
@@ -94,19 +87,11 @@ def _worker(name: str, answer: Mapping[str, Any], sample: Sample, before: Sample
             time_to_first_token = waited / first_tokens
     return {
         "name": name,
-        "model": answer["model"],
-        "state": answer["state"],
-        "slots_used": answer["slots_used"],
-        "slots": answer["slots"],
+        **{key: answer[key] for key in ("model", "state", "slots_used", "slots")},
         "running": engine["running"],
         "waiting": engine["waiting"],
-        "kv_cache_usage_ratio": _ratio(engine["kv_blocks_used"], engine["kv_blocks_total"]),
+        "kv_cache_usage_ratio": None if used is None or total is None else used / max(total, 1),
         "tokens_per_second": tokens_per_second,
         "mean_time_to_first_token_seconds": time_to_first_token,
         "slowest_requests": answer["slowest_requests"],
     }
-
-
-def _ratio(used: int | None, total: int | None) -> float | None:
-    """Return the share in use, or None if the engine does not report both numbers."""
-    return None if used is None or total is None else used / max(total, 1)

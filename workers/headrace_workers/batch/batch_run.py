@@ -41,10 +41,6 @@ class BatchCounts:
     completed: int = 0
     failed: int = 0
 
-    @property
-    def is_complete(self) -> bool:
-        return self.total > 0 and self.completed + self.failed == self.total
-
 
 class BatchRun:
     """One run of a batch.
@@ -66,11 +62,8 @@ class BatchRun:
         self._on_waiting: Final = on_waiting
         self.counts: Final = BatchCounts()
         self._output: Final = AnswerFile(settings.output)
+        self.output_name: Final = self._output.name
         self._errors: Final = AnswerFile(settings.errors)
-
-    @property
-    def output_name(self) -> str:
-        return self._output.name
 
     async def run(self) -> None:
         """Send every line that has no answer, and write the answers as they arrive.
@@ -146,7 +139,7 @@ class BatchRun:
             self._on_progress(self.counts)
 
         await answer_lines(lines(), requests, SharedWindow(self._settings.window).share(), deliver)
-        if not self.counts.is_complete:
+        if not 0 < self.counts.total == self.counts.completed + self.counts.failed:
             raise BatchError(f"{source.name} lost lines while the batch ran: run the command again")
 
 

@@ -6,8 +6,6 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -77,7 +75,15 @@ def run(
         raise click.UsageError("--errors must be a file, not standard output")
     began = time.monotonic()
     settings = BatchSettings(source, output, errors, redis_url, window, priority)
-    with _progress() as progress:
+    with click.progressbar(
+        length=1,
+        label="lines",
+        show_pos=True,
+        item_show_func=lambda item: item,
+        file=sys.stderr,
+        hidden=not sys.stderr.isatty(),
+    ) as bar:
+        progress = _Progress(bar)
         run = BatchRun(settings, on_progress=progress.show, on_waiting=progress.wait)
         outcome = _outcome(run)
     summary = {**outcome, **asdict(run.counts), "output": output, "errors": errors}
@@ -137,16 +143,3 @@ class _Progress:
         if now - self._reported_at >= _REPORT_SECONDS:
             self._reported_at = now
             click.echo(f"waiting: {reason}" if self._bar.hidden else f"\nwaiting: {reason}", err=True)
-
-
-@contextmanager
-def _progress() -> Iterator[_Progress]:
-    with click.progressbar(
-        length=1,
-        label="lines",
-        show_pos=True,
-        item_show_func=lambda item: item,
-        file=sys.stderr,
-        hidden=not sys.stderr.isatty(),
-    ) as bar:
-        yield _Progress(bar)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import click
@@ -64,12 +63,24 @@ def tell_workers(
     command: str,
     workers: tuple[str, ...],
     timeout: float,
-    arguments: Mapping[str, float | str] = MappingProxyType({}),
+    arguments: Mapping[str, float | str],
     *,
     as_json: bool = False,
 ) -> None:
-    """Send a command and print the answers; exit with code 1 if no worker answers, or if one refuses."""
-    answers = ask_workers(settings, command, workers, timeout, arguments)
+    """Send a command and print the answers; exit with code 1 if no worker answers, or if one refuses.
+
+    Raises QueueUnavailableError.
+    """
+    with make_app(settings) as app, unavailable(settings, "ask the workers"):
+        replies = app.control.broadcast(
+            _COMMANDS[command],
+            arguments=dict(arguments),
+            destination=list(workers) or None,
+            reply=True,
+            timeout=timeout,
+            limit=len(workers) or None,
+        )
+    answers: dict[str, dict[str, Any]] = {name: answer for reply in replies for name, answer in reply.items()}
     if as_json:
         click.echo(json.dumps(answers))
     else:
@@ -79,30 +90,6 @@ def tell_workers(
         raise click.ClickException(f"no worker answered within {timeout:g} s")
     if any("error" in answer for answer in answers.values()):
         raise SystemExit(1)
-
-
-def ask_workers(
-    settings: BrokerSettings,
-    command: str,
-    workers: tuple[str, ...],
-    timeout: float,
-    arguments: Mapping[str, float | str] = MappingProxyType({}),
-) -> dict[str, dict[str, Any]]:
-    """Send a command and return the answers by worker name. Raises QueueUnavailableError."""
-    app = make_app(settings)
-    try:
-        with unavailable(settings, "ask the workers"):
-            replies = app.control.broadcast(
-                _COMMANDS[command],
-                arguments=dict(arguments),
-                destination=list(workers) or None,
-                reply=True,
-                timeout=timeout,
-                limit=len(workers) or None,
-            )
-    finally:
-        app.close()
-    return {name: answer for reply in replies for name, answer in reply.items()}
 
 
 def _sentence(answer: dict[str, Any]) -> str:

@@ -71,25 +71,19 @@ def inspect_letter(name: str, body: bool, redis_url: str) -> None:
 
 @dead_letters.command("requeue")
 @_selection
-def requeue_letters(
-    names: tuple[str, ...], everything: bool, model: str | None, reason: str | None, redis_url: str, as_json: bool
-) -> None:
+def requeue_letters(redis_url: str, as_json: bool, **selection: Any) -> None:
     """Put messages back into their queues under their old ids; their requests start over."""
     with Client(redis_url) as client:
-        letters = _select(client.dead_letters(), names, everything, model, reason)
-        count = len(client.requeue_dead_letters(letters))
+        count = len(client.requeue_dead_letters(_select(client.dead_letters(), **selection)))
     click.echo(json.dumps({"requeued": count}) if as_json else f"{count} requeued")
 
 
 @dead_letters.command("purge")
 @_selection
-def purge_letters(
-    names: tuple[str, ...], everything: bool, model: str | None, reason: str | None, redis_url: str, as_json: bool
-) -> None:
+def purge_letters(redis_url: str, as_json: bool, **selection: Any) -> None:
     """Delete messages permanently."""
     with Client(redis_url) as client:
-        letters = _select(client.dead_letters(), names, everything, model, reason)
-        count = client.purge_dead_letters(letters)
+        count = client.purge_dead_letters(_select(client.dead_letters(), **selection))
     click.echo(json.dumps({"purged": count}) if as_json else f"{count} deleted")
 
 

@@ -1,6 +1,7 @@
 """`headrace exporter`: serve Prometheus metrics of the queues and Redis, even while no worker runs."""
 
 import signal
+from functools import partial
 
 import click
 
@@ -9,6 +10,8 @@ from headrace_broker.settings import BrokerSettings
 from headrace_monitoring.logging import configure_logging
 from headrace_workers.cli import options
 from headrace_workers.exporter import Exporter
+
+_option = partial(options.with_variable, "HEADRACE_EXPORTER")
 
 
 @click.command()
@@ -20,24 +23,9 @@ from headrace_workers.exporter import Exporter
     metavar="NAME",
     help="Export this model's queue before a worker has registered the model; may be repeated.",
 )
-@click.option("--host", envvar="HEADRACE_EXPORTER_HOST", default="127.0.0.1", show_default=True, help="Listen address.")
-@click.option(
-    "--port",
-    envvar="HEADRACE_EXPORTER_PORT",
-    type=click.IntRange(0, 65535),
-    default=9465,
-    show_default=True,
-    help="Listen port; 0 takes a free one.",
-)
-@click.option(
-    "--interval",
-    envvar="HEADRACE_EXPORTER_INTERVAL",
-    type=click.FloatRange(0.1, 60.0),
-    default=2.0,
-    show_default=True,
-    metavar="S",
-    help="Pause between two polls of Redis.",
-)
+@_option("--host", "Listen address.", default="127.0.0.1")
+@_option("--port", "Listen port; 0 takes a free one.", type=click.IntRange(0, 65535), default=9465)
+@_option("--interval", "Pause between two polls of Redis.", type=click.FloatRange(0.1, 60.0), default=2.0, metavar="S")
 def exporter(redis_url: str, models: tuple[str, ...], host: str, port: int, interval: float) -> None:
     """Serve metrics of all queues and of Redis on /metrics, and /health/ready and /health/live.
 

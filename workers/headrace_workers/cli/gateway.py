@@ -5,6 +5,7 @@ import logging
 import signal
 import sys
 from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,26 +29,28 @@ logger = logging.getLogger(__name__)
 
 _DEFAULTS = GatewaySettings()
 _PORT = click.IntRange(0, 65535)
+_FILE = click.Path(path_type=Path)
 
 
 def _option(name: str, description: str, **rest: Any) -> Any:
-    envvar = f"HEADRACE_GATEWAY_{name.strip('-').replace('-', '_').upper()}"
-    return click.option(name, envvar=envvar, show_default="default" in rest, help=description, **rest)
+    """Return an option whose default is that of the setting of the same name. A default in `rest` comes first."""
+    default = rest.pop("default", getattr(_DEFAULTS, name.strip("-").replace("-", "_"), None))
+    given = {} if default is None else {"default": default}
+    return options.with_variable("HEADRACE_GATEWAY", name, description, **given, **rest)
+
+
+_seconds = partial(_option, metavar="S")
 
 
 @click.command()
 @options.redis_url
-@_option("--host", "Address to listen on; --keys is required unless it is loopback.", default=_DEFAULTS.host)
-@_option("--port", "Port to listen on.", type=_PORT, default=_DEFAULTS.port)
-@_option(
-    "--keys",
-    "File of API keys, see `headrace gateway-key` [default: none, loopback only].",
-    type=click.Path(path_type=Path),
-)
+@_option("--host", "Address to listen on; --keys is required unless it is loopback.")
+@_option("--port", "Port to listen on.", type=_PORT)
+@_option("--keys", "File of API keys, see `headrace gateway-key` [default: none, loopback only].", type=_FILE)
 @_option(
     "--webhooks",
     "File of endpoints that get webhooks when answers end, see `headrace webhook-secret` [default: none].",
-    type=click.Path(path_type=Path),
+    type=_FILE,
 )
 @_option(
     "--allow-origin",
@@ -55,57 +58,24 @@ def _option(name: str, description: str, **rest: Any) -> Any:
     multiple=True,
     metavar="ORIGIN",
 )
-@_option("--max-body-bytes", "Maximum size of a request's body.", type=int, default=_DEFAULTS.max_body_bytes)
-@_option(
-    "--hold-status",
-    "How long a stream's HTTP status is held back, so that a refusal by a worker can become a 400.",
-    type=float,
-    metavar="S",
-    default=_DEFAULTS.hold_status,
+@_option("--max-body-bytes", "Maximum size of a request's body.")
+@_seconds(
+    "--hold-status", "How long a stream's HTTP status is held back, so that a refusal by a worker can become a 400."
 )
-@_option(
-    "--keep-alive",
-    "Idle time after which a stream carries a comment, for proxies.",
-    type=float,
-    metavar="S",
-    default=_DEFAULTS.keep_alive,
-)
-@_option("--expires", "Expiry time of requests that set none.", type=float, metavar="S", default=_DEFAULTS.expires)
-@_option(
-    "--abandon-after",
-    "Cancel a request if no client reads its answer for this long; 0: never.",
-    type=float,
-    metavar="S",
-    default=_DEFAULTS.abandon_after,
-)
-@_option(
-    "--store-life",
-    "How long a stored response is kept in Redis after its end.",
-    type=float,
-    metavar="S",
-    default=_DEFAULTS.store_life,
-)
-@_option(
-    "--shutdown",
-    "How long open answers may continue after SIGTERM; then clients rejoin at another replica.",
-    type=float,
-    metavar="S",
-    default=_DEFAULTS.shutdown,
-)
+@_seconds("--keep-alive", "Idle time after which a stream carries a comment, for proxies.")
+@_seconds("--expires", "Expiry time of requests that set none.")
+@_seconds("--abandon-after", "Cancel a request if no client reads its answer for this long; 0: never.")
+@_seconds("--store-life", "How long a stored response is kept in Redis after its end.")
+@_seconds("--shutdown", "How long open answers may continue after SIGTERM; then clients rejoin at another replica.")
 @_option(
     "--files",
     "Directory of uploads and batches, shared by all replicas [default: none, no batches].",
     type=click.Path(path_type=Path, file_okay=False),
 )
-@_option("--max-file-bytes", "Maximum size of an upload.", type=int, default=_DEFAULTS.max_file_bytes)
-@_option("--max-kept-bytes", "Maximum total size of one key's files.", type=int, default=_DEFAULTS.max_kept_bytes)
-@_option("--batch-window", "Maximum number of batch lines in the queue.", type=int, default=_DEFAULTS.batch_window)
-@_option(
-    "--batch-priority",
-    "Best priority of a batch line; 9 is served last.",
-    type=click.IntRange(0, 9),
-    default=_DEFAULTS.batch_priority,
-)
+@_option("--max-file-bytes", "Maximum size of an upload.")
+@_option("--max-kept-bytes", "Maximum total size of one key's files.")
+@_option("--batch-window", "Maximum number of batch lines in the queue.")
+@_option("--batch-priority", "Best priority of a batch line; 9 is served last.", type=click.IntRange(0, 9))
 @_option("--metrics-host", "Address of /metrics.", default="127.0.0.1")
 @_option("--metrics-port", "Port of /metrics; 0 takes a free one [default: no metrics].", type=_PORT)
 @_option("--log-level", "Minimum log level.", type=click.Choice(["DEBUG", "INFO", "WARNING", "ERROR"]), default="INFO")

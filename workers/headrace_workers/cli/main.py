@@ -22,19 +22,13 @@ _COMMANDS = {
     "cancel": ("headrace_workers.cli.client", "cancel", "Cancel a request, queued or running."),
     "control": ("headrace_workers.cli.control", "control", "Inspect running workers; pause, resume or drain them."),
     "queue": ("headrace_workers.cli.queue", "queue", "List the queues, or delete the waiting requests of one."),
-    "dead-letters": (
-        "headrace_workers.cli.dead",
-        "dead_letters",
-        "List, inspect, requeue or delete dead letters.",
-    ),
+    "dead-letters": ("headrace_workers.cli.dead", "dead_letters", "List, inspect, requeue or delete dead letters."),
     "model": ("headrace_workers.cli.model", "model", "Fetch the default model into the cache and print its folder."),
 }
 
 
-def _needs(command: str | None) -> str:
-    extra = (
-        "gateway" if command in ("gateway", "gateway-key", "webhook-secret", "webhook-enable", "batch") else "worker"
-    )
+def _needs(module: str | None) -> str:
+    extra = "gateway" if module in ("headrace_workers.cli.gateway", "headrace_workers.cli.batch") else "worker"
     return f"needs the extra headrace[{extra}]: pip install 'headrace[{extra}]'"
 
 
@@ -52,7 +46,7 @@ class _Group(click.Group):
             command: click.Command = getattr(import_module(module), name)
         except ModuleNotFoundError as error:
             raise click.ClickException(
-                f"`headrace {cmd_name}` {_needs(cmd_name)} (module {error.name} is missing)"
+                f"`headrace {cmd_name}` {_needs(module)} (module {error.name} is missing)"
             ) from error
         return command
 
@@ -80,16 +74,13 @@ def main() -> None:
     try:
         _headrace()
     except (HeadraceBrokerError, HeadraceMonitoringError, HeadraceWorkerError) as error:
-        click.echo(f"headrace: {error}", err=True)
-        sys.exit(1)
+        sys.exit(f"headrace: {error}")
     except ModuleNotFoundError as error:
         if str(error.name).startswith("headrace"):
             raise
-        click.echo(f"headrace: this command {_needs(None)} (module {error.name} is missing)", err=True)
-        sys.exit(1)
+        sys.exit(f"headrace: this command {_needs(None)} (module {error.name} is missing)")
     except Exception as error:
         # These packages cannot be imported here: they may not be installed in full.
         if type(error).__module__ not in ("headrace_engine.errors", "headrace_gateway.errors"):
             raise
-        click.echo(f"headrace: {error}", err=True)
-        sys.exit(1)
+        sys.exit(f"headrace: {error}")

@@ -14,3 +14,9 @@ redis_url: Callable[..., Any] = click.option(
     help="The service's Redis: redis://, rediss://, unix:// or sentinel://.",
 )
 as_json: Callable[..., Any] = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+
+
+def with_variable(prefix: str, name: str, description: str, **rest: Any) -> Callable[..., Any]:
+    """Return an option that can also be set as the environment variable PREFIX_NAME."""
+    envvar = f"{prefix}_{name.strip('-').replace('-', '_').upper()}"
+    return click.option(name, envvar=envvar, show_default="default" in rest, help=description, **rest)

@@ -68,10 +68,8 @@ def purge(model: str, yes: bool, redis_url: str, as_json: bool) -> None:
         click.confirm(f"Delete {count} waiting or delayed request(s) of {model}?", abort=True, err=True)
     with Client(redis_url) as client:
         purged = client.purge_queue(model)
-    if as_json:
-        click.echo(json.dumps(asdict(purged)))
-    else:
-        click.echo(f"{purged.waiting + purged.delayed} purged, {purged.delayed} of them delayed")
+    text = f"{purged.waiting + purged.delayed} purged, {purged.delayed} of them delayed"
+    click.echo(json.dumps(asdict(purged)) if as_json else text)
 
 
 def _read(settings: BrokerSettings, models: Any) -> list[dict[str, Any]]:

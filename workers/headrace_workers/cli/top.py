@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -12,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace_broker.app import make_app
-from headrace_broker.connections import REDIS_ERRORS, connect
-from headrace_broker.errors import QueueUnavailableError
+from headrace_broker.client import unavailable
+from headrace_broker.connections import connect
 from headrace_broker.settings import BrokerSettings
 from headrace_workers.cli import options
 from headrace_workers.top import ServiceSampler, report
@@ -35,16 +36,13 @@ def top(redis_url: str, interval: float, once: bool, as_json: bool) -> None:
     rates of one interval, and exits. Press Ctrl-C to stop.
     """
     settings = BrokerSettings(redis_url=redis_url)
-    app = make_app(settings)
-    try:
-        with connect(settings.redis_url) as client:
-            _show(ServiceSampler(client, app), interval, once=once, as_json=as_json)
-    except REDIS_ERRORS as error:
-        raise QueueUnavailableError(settings.safe_url, "read the state of the service", error) from error
-    except KeyboardInterrupt:
-        return
-    finally:
-        app.close()
+    with (
+        suppress(KeyboardInterrupt),
+        make_app(settings) as app,
+        unavailable(settings, "read the state of the service"),
+        connect(settings.redis_url) as client,
+    ):
+        _show(ServiceSampler(client, app), interval, once=once, as_json=as_json)
 
 
 def _show(sampler: ServiceSampler, interval: float, *, once: bool, as_json: bool) -> None:
@@ -86,21 +84,15 @@ def draw(found: Mapping[str, Any]) -> Group:
         )
     slowest = _table("Slowest requests", "request", "worker", "attempt", "tokens", "time here")
     for request in found["slowest_requests"]:
-        slowest.add_row(
-            Text(request["request_id"]),
-            Text(request["worker"]),
-            str(request["attempt"]),
-            str(request["tokens"]),
-            _seconds(request["seconds"]),
-        )
+        counts = (str(request[name]) for name in ("attempt", "tokens"))
+        slowest.add_row(Text(request["request_id"]), Text(request["worker"]), *counts, _seconds(request["seconds"]))
     return Group(queues, workers if found["workers"] else Text("No worker answered.", style="bold red"), slowest)
 
 
-def _table(title: str, first: str, *columns: str) -> Table:
+def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", expand=True)
-    table.add_column(first)
     for column in columns:
-        table.add_column(column, justify="left" if column in ("worker", "model", "state") else "right")
+        table.add_column(column, justify="left" if column in ("request", "worker", "model", "state") else "right")
     return table
 
 

@@ -47,7 +47,6 @@ _TAGS: Final = {
     "hermes": ("<tool_call>",),
     "llama3_json": ("<|python_tag|>",),
 }
-_THINKING_VARIABLES: Final = ("enable_thinking", "thinking")
 TOOL_FORMATS: Final = tuple(dict.fromkeys(name for name, _ in _TOOL_FORMATS))
 REASONING_FORMATS: Final = tuple(dict.fromkeys(name for name, _ in _REASONING_FORMATS))
 AUTO: Final = "auto"
@@ -66,7 +65,8 @@ class AnswerFormats:
         """Return the keyword arguments of `register_model` for a model with this tokenizer, made of these parts."""
         template = parts.tool_chat_template or parts.chat_template or ""
         tool_parser = self._choose(self.tool_parser, tool_format_of(template))
-        reasoning_parser = self._choose(self.reasoning_parser, reasoning_format_of(template))
+        reasoning = next((name for name, text in _REASONING_FORMATS if text in template), None)
+        reasoning_parser = self._choose(self.reasoning_parser, reasoning)
         if not are_compatible(tool_parser, reasoning_parser):  # the operator's choice overrides the template
             if self.tool_parser == AUTO:
                 tool_parser = None
@@ -78,7 +78,7 @@ class AnswerFormats:
             exists=bool(template),
             tools=reads_variable(template, "tools"),
             developer="developer" in template,
-            thinking=next((name for name in _THINKING_VARIABLES if reads_variable(template, name)), None),
+            thinking=next((name for name in ("enable_thinking", "thinking") if reads_variable(template, name)), None),
             reasoning_effort=reads_variable(template, "reasoning_effort"),
             special_tags=bool(skipped & set(_TAGS.get(tool_parser or "", ()))),
         )
@@ -110,8 +110,3 @@ def tool_format_of(template: str) -> str | None:
     if not reads_variable(template, "tools"):
         return None
     return next((name for name, texts in _TOOL_FORMATS if all(text in template for text in texts)), None)
-
-
-def reasoning_format_of(template: str) -> str | None:
-    """Return the format of reasoning in this chat template, or None if it has no known format."""
-    return next((name for name, text in _REASONING_FORMATS if text in template), None)

@@ -48,14 +48,10 @@ def _form_of(option: Option) -> tuple[Callable[[str], object], str]:
     if option.metavar in _FORMS:
         return _FORMS[option.metavar]
     if option.kind is bool:
-        return _switch, "must be true or false"
+        return (lambda text: _SWITCHES[text.strip().lower()]), "must be true or false"
     if option.kind in (int, float):
         return option.kind, str(option.limits)
     return str, ""
-
-
-def _switch(text: str) -> bool:
-    return _SWITCHES[text.strip().lower()]
 
 
 def _map(text: str) -> dict[str, Any]:
@@ -63,10 +59,6 @@ def _map(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(text)
     return value
-
-
-def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def _size(text: str) -> int:
@@ -80,7 +72,7 @@ def _size(text: str) -> int:
 
 _FORMS: Final[dict[str, tuple[Callable[[str], object], str]]] = {
     "JSON": (_map, "must be a JSON object"),
-    "N,N": (_integers, "must be integers separated by commas"),
+    "N,N": (lambda text: [int(part) for part in text.split(",")], "must be integers separated by commas"),
     "PATHS": (names, ""),
     "SIZE": (_size, "must be a number of bytes, or a number with a unit such as 4GiB"),
 }

@@ -115,12 +115,11 @@ class Exporter:
         if warning is not None and warning != self._warned:  # at the start, and after a change of the configuration
             logger.warning("%s", warning)
         self._warned = warning
-        good = {"ok", None}
         return RedisLevels(
             memory_used_bytes=info["used_memory"],
             memory_limit_bytes=info.get("maxmemory", 0),
             connected_clients=info["connected_clients"],
-            persistence_ok={info.get("aof_last_write_status"), info.get("rdb_last_bgsave_status")} <= good,
+            persistence_ok={info.get("aof_last_write_status"), info.get("rdb_last_bgsave_status")} <= {"ok", None},
             may_evict=warning is not None,
             evicted_keys=info["evicted_keys"],
             rejected_connections=info["rejected_connections"],

@@ -1,7 +1,6 @@
 """`LocalGateway`: a real gateway process on this machine, for `headrace serve` and the benchmarks."""
 
 from pathlib import Path
-from urllib.error import HTTPError
 
 from headrace_broker.embedded import free_port
 from headrace_workers.local_process import LocalProcess
@@ -16,8 +15,6 @@ class LocalGateway(LocalProcess):
         settings: the gateway's other settings, by name.
     """
 
-    ready_path = "/ready"
-
     def __init__(
         self, *, redis_url: str, log: Path, host: str = "127.0.0.1", port: int = 0, **settings: object
     ) -> None:
@@ -25,13 +22,7 @@ class LocalGateway(LocalProcess):
         self.port = port or free_port()
         given = {"host": host, "port": self.port, **settings}
         environ = {f"HEADRACE_GATEWAY_{name.upper()}": str(value) for name, value in given.items()}
-        super().__init__("gateway", log=log, environ={**environ, "HEADRACE_REDIS_URL": redis_url})
-
-    @property
-    def url(self) -> str:
-        """The base URL for clients on this machine."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)  # noqa: S104
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
-
-    def _reason(self, error: HTTPError) -> str:
-        return f"the gateway answers {error.code}"
+        environ["HEADRACE_REDIS_URL"] = redis_url
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+        url = f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        super().__init__("gateway", log=log, environ=environ, url=url, ready="/ready")

@@ -8,10 +8,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Self
 
 from headrace_broker.embedded import die_with_parent
 from headrace_workers.errors import HeadraceWorkerError
@@ -23,8 +22,8 @@ class ProcessStartError(HeadraceWorkerError):
     """The process ended, or was not ready in time; the message has the end of its log."""
 
 
-class LocalProcess(ABC):
-    """Run one `headrace COMMAND` for the length of a `with` block. Subclasses define when it is ready.
+class LocalProcess:
+    """Run one `headrace COMMAND` for the length of a `with` block.
 
     The process leads a process group of its own, so Ctrl-C reaches only its parent. It dies with the thread that
     started it.
@@ -33,11 +32,13 @@ class LocalProcess(ABC):
         command: subcommand of `headrace`.
         log: file for its output.
         environ: environment variables, added to those of this process.
+        url: its base URL for clients on this machine.
+        ready: path that it answers without an error when it is ready.
     """
 
-    ready_path: ClassVar[str]
-
-    def __init__(self, command: str, *, log: Path, environ: Mapping[str, str]) -> None:
+    def __init__(self, command: str, *, log: Path, environ: Mapping[str, str], url: str, ready: str) -> None:
+        self.url = url
+        self._ready_url = url + ready
         self._command = command
         self._log = log
         self._environ = {**os.environ, **environ}
@@ -62,9 +63,8 @@ class LocalProcess(ABC):
 
     def wait_ready(self, timeout: float = START_SECONDS) -> None:
         """Block until the process is ready. Raises ProcessStartError."""
-        for reason in self.readiness(timeout):
-            if reason is None:
-                return
+        for _ in self.readiness(timeout):
+            pass
 
     def readiness(self, timeout: float = START_SECONDS) -> Iterator[str | None]:
         """Yield why the process is not ready, several times a second; then None, once. Raises ProcessStartError."""
@@ -87,23 +87,18 @@ class LocalProcess(ABC):
         if status is not None:
             raise ProcessStartError(f"the {self._command} ended with status {status}:\n{self.log_tail()}")
 
-    @property
-    @abstractmethod
-    def url(self) -> str: ...
-
-    @abstractmethod
-    def _reason(self, error: urllib.error.HTTPError) -> str:
-        """Return why the process cannot serve yet, by its answer."""
-
     def _not_ready(self) -> str | None:
         """Return why the process cannot serve yet, or None if it can."""
         try:
-            with urllib.request.urlopen(f"{self.url}{self.ready_path}", timeout=2):  # noqa: S310  # our own address
+            with urllib.request.urlopen(self._ready_url, timeout=2):  # noqa: S310  # our own address
                 return None
         except urllib.error.HTTPError as error:
             return self._reason(error)
         except OSError:
             return f"the {self._command} is starting"
+
+    def _reason(self, error: urllib.error.HTTPError) -> str:
+        return f"the {self._command} answers {error.code}"
 
     def stop(self) -> int:
         """Send SIGTERM, and SIGKILL after 20 seconds. Return the exit status."""

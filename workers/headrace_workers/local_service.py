@@ -103,10 +103,9 @@ class RunningService:
 
     def check_alive(self) -> None:
         """Raise ProcessStartError or EmbeddedServerError if a process has ended."""
-        if self.server is not None:
-            self.server.check_alive()
-        self.worker.check_alive()
-        self.gateway.check_alive()
+        for process in (self.server, self.worker, self.gateway):
+            if process is not None:
+                process.check_alive()
 
 
 def check_free(host: str, port: int) -> None:

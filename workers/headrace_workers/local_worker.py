@@ -17,22 +17,15 @@ class LocalWorker(LocalProcess):
         settings: the worker's other settings, by name.
     """
 
-    ready_path = "/health/ready"
-
     def __init__(self, *, model: str, redis_url: str, log: Path, port: int = 0, **settings: object) -> None:
-        self._port = port or free_port()
+        port = port or free_port()
         environ = {
             "HEADRACE_MODEL": model,
             "HEADRACE_REDIS_URL": redis_url,
-            "HEADRACE_METRICS_PORT": str(self._port),
+            "HEADRACE_METRICS_PORT": str(port),
             **{f"HEADRACE_{name.upper()}": str(value) for name, value in settings.items()},
         }
-        super().__init__("worker", log=log, environ=environ)
-
-    @property
-    def url(self) -> str:
-        """The base URL of metrics and health."""
-        return f"http://127.0.0.1:{self._port}"
+        super().__init__("worker", log=log, environ=environ, url=f"http://127.0.0.1:{port}", ready="/health/ready")
 
     def _reason(self, error: HTTPError) -> str:
         return str(json.loads(error.read()).get("reason"))

@@ -156,18 +156,15 @@ class WorkerSettings(EngineOptions):
         """Return (setting, problem) for each setting with an invalid name."""
         for name in environment.names(self.queues):
             yield from (("queues", problem) for problem in name_problems("each", name))
-        for setting, value, formats in (
-            ("tool_parser", self.tool_parser, TOOL_FORMATS),
-            ("reasoning_parser", self.reasoning_parser, REASONING_FORMATS),
-        ):
+        for setting, formats in (("tool_parser", TOOL_FORMATS), ("reasoning_parser", REASONING_FORMATS)):
+            value = getattr(self, setting)
             if value not in (AUTO, NONE, *formats):
                 yield setting, f"must be {AUTO}, {NONE} or one of {', '.join(formats)}, got {value!r}"
         if self.reasoning_parser in REASONING_FORMATS and not are_compatible(self.tool_parser, self.reasoning_parser):
             allowed = f"{HARMONY}, {AUTO} or {NONE} if HEADRACE_TOOL_PARSER is {HARMONY}"
             yield "reasoning_parser", f"must be {allowed}, got {self.reasoning_parser!r}"
         tenants = self.tenant_names
-        reserved = sorted({OTHER, NO_TENANT} & set(tenants))
-        if reserved:
+        if reserved := sorted({OTHER, NO_TENANT} & set(tenants)):
             yield "tenants", f"{', '.join(reserved)} cannot be the name of a tenant, got {self.tenants!r}"
         if len(set(tenants)) != len(tenants) or len(tenants) > MAX_TENANTS:
             yield "tenants", f"must be at most {MAX_TENANTS} different names, got {len(tenants)}"
@@ -223,9 +220,7 @@ class WorkerSettings(EngineOptions):
 
     def stall_limit(self) -> float:
         """Return the seconds without a step after which an engine with work is killed. Raises ConfigError."""
-        if self.stall_seconds is not None:
-            return self.stall_seconds
-        own = find_engine(self.engine).stall_seconds
+        own = self.stall_seconds if self.stall_seconds is not None else find_engine(self.engine).stall_seconds
         return STALL_SECONDS if own is None else own
 
     def step_timeout(self) -> float:

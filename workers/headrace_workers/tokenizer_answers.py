@@ -40,10 +40,8 @@ class TokenizerAnswers:
         except (InvalidRequestError, broker_errors.InvalidRequestError) as error:
             return error_answer(error.code, str(error))
         except Exception as error:  # noqa: BLE001  # every call gets an answer, which quotes no text of the call
-            raised = " ".join(frames(error).split())
-            return error_answer(
-                ErrorCode.ENGINE_ERROR, f"the call could not be answered: {type(error).__name__} at {raised}"
-            )
+            raised = f"{type(error).__name__} at {' '.join(frames(error).split())}"
+            return error_answer(ErrorCode.ENGINE_ERROR, f"the call could not be answered: {raised}")
 
     def _tokenize(self, given: Mapping[str, Any], kind: str) -> dict[str, Any]:
         request = GenerateRequest.parse(given.get("request") or {})
@@ -68,11 +66,9 @@ class TokenizerAnswers:
     def _detokenize(self, given: Mapping[str, Any]) -> dict[str, Any]:
         tokens = given.get("tokens")
         problem = token_id_problem(tokens) if isinstance(tokens, list) else "must be a list of token ids"
-        if problem is None:
-            assert tokens is not None
-            size = self._processor.model_info.vocab_size
-            beyond = next((each for each in tokens if each >= size), None)
-            problem = None if beyond is None else f"must be below {size}, the size of the vocabulary, got {beyond}"
+        size = self._processor.model_info.vocab_size
+        if problem is None and (beyond := [each for each in tokens or () if each >= size]):
+            problem = f"must be below {size}, the size of the vocabulary, got {beyond[0]}"
         if problem is not None:
             raise RefusedError(ErrorCode.INVALID_REQUEST, f"tokens {problem}")
         return {"prompt": self._tokenizer.decode(tokens or [])}

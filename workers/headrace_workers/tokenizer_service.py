@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.tokenizer_calls import TokenizerCall, TokenizerCalls
@@ -22,10 +22,9 @@ TAKE_SECONDS: Final = 1.0
 """The longest wait for a call. After it, the thread checks again whether the worker takes calls."""
 
 
-class AnswerCall(Protocol):
-    """Start to answer one call, without blocking. `answered` gets the packed answer, on the event loop's thread."""
-
-    def __call__(self, kind: str, body: bytes, answered: Callable[[bytes], None], /) -> None: ...
+AnswerCall = Callable[[str, bytes, Callable[[bytes], None]], None]
+"""Start to answer one call of a kind and with a body, without blocking. The function in the third argument gets the
+packed answer, on the event loop's thread."""
 
 
 class TokenizerService:

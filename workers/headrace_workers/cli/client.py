@@ -49,14 +49,13 @@ def generate(
         name: list(value) if name == "stop" else value for name, value in sampling.items() if value not in (None, ())
     }
     with Client(redis_url) as client:
-        served = model or _only_model(client)
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": text})
         request_id = client.submit(
             None if chat else text,
             params,
             messages=messages if chat else None,
-            model=served,
+            model=model or _only_model(client),
             lora=lora,
             priority=priority,
         )

@@ -54,8 +54,7 @@ def control(
     if (level is None) is (command == "log-level"):
         raise click.UsageError("--level is only for log-level, which requires it")
     arguments = {"grace_seconds": grace_seconds, "level": level}
-    given = {name: value for name, value in arguments.items() if value is not None}
-    tell_workers(BrokerSettings(redis_url=redis_url), command, workers, timeout, given, as_json=as_json)
+    tell_workers(BrokerSettings(redis_url=redis_url), command, workers, timeout, arguments, as_json=as_json)
 
 
 def tell_workers(
@@ -63,18 +62,18 @@ def tell_workers(
     command: str,
     workers: tuple[str, ...],
     timeout: float,
-    arguments: Mapping[str, float | str],
+    arguments: Mapping[str, float | str | None],
     *,
     as_json: bool = False,
 ) -> None:
     """Send a command and print the answers; exit with code 1 if no worker answers, or if one refuses.
 
-    Raises QueueUnavailableError.
+    Arguments that are None are not sent. Raises QueueUnavailableError.
     """
     with make_app(settings) as app, unavailable(settings, "ask the workers"):
         replies = app.control.broadcast(
             _COMMANDS[command],
-            arguments=dict(arguments),
+            arguments={name: value for name, value in arguments.items() if value is not None},
             destination=list(workers) or None,
             reply=True,
             timeout=timeout,

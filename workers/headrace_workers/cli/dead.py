@@ -93,8 +93,7 @@ def _select(
     if everything == bool(names):
         raise click.UsageError("give letter ids or request ids, or --all")
     known = {name for letter in letters for name in (letter.letter_id, letter.request_id)}
-    missing = [name for name in names if name not in known]
-    if missing:
+    if missing := [name for name in names if name not in known]:
         raise click.ClickException(f"no such dead letter: {', '.join(missing)}")
     return [
         letter

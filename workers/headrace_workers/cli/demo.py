@@ -44,7 +44,14 @@ def demo(keep: bool, watch: bool) -> None:
     def hold(report: Report, redis_url: str) -> None:
         live.stop()
         _print_report(console, report)
-        _print_next(console, report, redis_url)
+        console.print(
+            f"\nTry in another terminal:\n"
+            f"  export HEADRACE_REDIS_URL={redis_url}\n"
+            f'  .venv/bin/headrace generate --chat "What is a headrace?"\n'
+            f"  curl -s {report.metrics_url} | grep headrace_generation_tokens_total",
+            highlight=False,
+            soft_wrap=True,  # a line to paste must not be broken
+        )
         console.print("[dim]The service runs until Ctrl-C.[/]")
         try:
             if watch:
@@ -111,14 +118,3 @@ def _print_report(console: Console, report: Report) -> None:
         "every AsyncResult.get() equals its stream"
     )
     console.print(f"metrics were served on {report.metrics_url}", highlight=False)
-
-
-def _print_next(console: Console, report: Report, redis_url: str) -> None:
-    console.print(
-        f"\nTry in another terminal:\n"
-        f"  export HEADRACE_REDIS_URL={redis_url}\n"
-        f'  .venv/bin/headrace generate --chat "What is a headrace?"\n'
-        f"  curl -s {report.metrics_url} | grep headrace_generation_tokens_total",
-        highlight=False,
-        soft_wrap=True,  # a line to paste must not be broken
-    )

@@ -86,5 +86,4 @@ def _drain(workers: tuple[str, ...], flags: dict[str, Any]) -> None:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise click.UsageError(f"{names}: not for --drain, which starts no worker")
     settings = BrokerSettings.from_env(os.environ) if redis_url is None else BrokerSettings(redis_url=redis_url)
-    arguments = {} if grace_seconds is None else {"grace_seconds": grace_seconds}
-    tell_workers(settings, "drain", workers, ANSWER_SECONDS, arguments)
+    tell_workers(settings, "drain", workers, ANSWER_SECONDS, {"grace_seconds": grace_seconds})

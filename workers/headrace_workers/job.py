@@ -173,12 +173,7 @@ class Job:
 
     def summary(self) -> dict[str, Any]:
         """Describe the request to an operator, without its contents."""
-        return {
-            "request_id": self.request_id,
-            "attempt": self.attempt,
-            "tokens": self.num_tokens,
-            "seconds": time.monotonic() - self.received_at,
-        }
+        return {**self.log_fields, "tokens": self.num_tokens, "seconds": time.monotonic() - self.received_at}
 
     def cancel_timers(self) -> None:
         for timer in self.timers:

@@ -21,7 +21,7 @@ from celery.worker.state import task_ready, task_reserved
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.model_identity import ModelIdentity
-from headrace_broker.reasons import ErrorCode
+from headrace_broker.reasons import DeadLetterReason, ErrorCode
 from headrace_broker.registry import register_model
 from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import StreamWriter
@@ -278,7 +278,7 @@ class Dispatcher:
         request, why = message.celery_request, f"the message is malformed: {problem}"
         logger.error("message refused", request_id=message.request_id, reason=why, content_type=request.content_type)
         self.settlement.refuse_malformed(message.request_id, request.content, why, request.content_type)
-        request.reject_undecodable(why)
+        request.dead_letter(DeadLetterReason.REJECTED, why)
 
     def _on_postponed(self, message: Preparing) -> None:
         self._metrics.message_returned("not_ready")

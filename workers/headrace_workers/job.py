@@ -155,14 +155,7 @@ class Job:
         )
 
     def end(self, finish_reason: str, error: ErrorInfo | None = None) -> StreamWrite:
-        return StreamWrite.end(
-            self.request_id,
-            self.attempt,
-            self.num_tokens,
-            finish_reason=finish_reason,
-            usage=self.usage(),
-            error=error,
-        )
+        return StreamWrite.end(*self.key, self.num_tokens, finish_reason=finish_reason, usage=self.usage(), error=error)
 
     def usage(self) -> Usage:
         return Usage(len(self.request.prompt_token_ids), self.num_cached_tokens, self.num_tokens)

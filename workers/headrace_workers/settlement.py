@@ -18,7 +18,7 @@ from headrace_broker.content import answer_type
 from headrace_broker.dead_letters import DeadLetter
 from headrace_broker.errors import MalformedEntryError
 from headrace_broker.events import EndEvent, StreamEvent
-from headrace_broker.reasons import ErrorCode
+from headrace_broker.reasons import DeadLetterReason, ErrorCode
 from headrace_broker.results import ErrorInfo, GenerateResult, Usage
 from headrace_broker.streams import Claim, Ending, StreamWriter
 from headrace_monitoring.labels import Outcome
@@ -133,7 +133,7 @@ class Settlement:
     def reject_duplicate(self, request_id: str, celery_request: CeleryRequest) -> None:
         """Dead-letter a message whose request id belongs to another message. The other one is not affected."""
         logger.warning("request id belongs to another message", request_id=request_id)
-        celery_request.reject_duplicate()
+        celery_request.dead_letter(DeadLetterReason.DUPLICATE_ID)
 
     def return_to_queue(self, celery_request: CeleryRequest, error: Exception) -> None:
         """Return a request whose stream Redis refused. The delivery counts if Redis takes other writes."""

@@ -148,10 +148,10 @@ class EngineRequest(Request):
         self._message.channel.leases.postpone(self.lease_id, seconds, keeps_place=keeps_place)
         self.send_event("task-rejected", requeue=True)
 
-    def reject_duplicate(self) -> None:
-        """Dead-letter the message, because its request id belongs to another message. That message's result is kept."""
+    def dead_letter(self, reason: DeadLetterReason, detail: str = "") -> None:
+        """Dead-letter the message now. The result of another message with the same id is kept."""
         self._settled()
-        self._message.channel.leases.dead_letter(self.lease_id, DeadLetterReason.DUPLICATE_ID)
+        self._message.channel.leases.dead_letter(self.lease_id, reason, detail)
         self.send_event("task-rejected", requeue=False)
 
     def let_go(self) -> None:
@@ -178,12 +178,6 @@ class EngineRequest(Request):
     def announce_terminated_in_queue(self) -> None:
         """As `announce_terminated`, for a request that had not started."""
         self._announce_revoked("terminated", True, "SIGTERM", False)
-
-    def reject_undecodable(self, why: str) -> None:
-        """Dead-letter the message, because its body cannot be read."""
-        self._settled()
-        self._message.channel.leases.dead_letter(self.lease_id, DeadLetterReason.REJECTED, why)
-        self.send_event("task-rejected", requeue=False)
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         """Let `Settlement` announce a revoked or expired request. Celery would do so on the event loop's thread."""

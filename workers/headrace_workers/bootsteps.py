@@ -148,7 +148,7 @@ class EngineStep(bootsteps.StartStopStep):
 
     def run_while_disconnected(self, seconds: float) -> None:
         """Serve the engine for `seconds` while Celery waits for Redis and its event loop does not turn."""
-        self.dispatcher.loop_stopped()
+        self.dispatcher.loop_watch.pause()
         self.dispatcher.heartbeat()
         self._supervisor.pump(seconds)
 
@@ -254,7 +254,7 @@ class EngineStep(bootsteps.StartStopStep):
 
     def _turn_loop(self, worker: Any) -> None:
         """Turn the event loop once. An error of a callback must not stop it before all messages are settled."""
-        worker.hub.call_soon(_nothing)
+        worker.hub.call_soon(lambda: None)  # a scheduled call makes the event loop turn without waiting
         try:
             worker.hub.run_once()
         except Exception as error:  # noqa: BLE001  # the drain continues in any case
@@ -303,7 +303,3 @@ def _make_metrics(settings: WorkerSettings, config: EngineConfig, adapters: Adap
     if config.engine != OWN_ENGINE:  # its step statistics are known when it is ready
         metrics.steps_tell_only(())
     return metrics
-
-
-def _nothing() -> None:
-    """Do nothing: a scheduled call makes the event loop turn without waiting."""

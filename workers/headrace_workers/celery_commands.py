@@ -48,8 +48,7 @@ _MAX_SCHEDULED: Final = 100
 
 def engine_step(state: Any) -> "EngineStep":
     """Get the worker's own step from the state that Celery passes to each command."""
-    step: EngineStep = state.consumer.controller.headrace
-    return step
+    return state.consumer.controller.headrace
 
 
 def conf(state: Any, with_defaults: Any = False, **_: Any) -> dict[str, Any]:

@@ -11,30 +11,20 @@ from headrace_broker.reasons import DeadLetterReason
 
 
 class CeleryRequest(Protocol):
-    """Celery's own members come first. Those of `EngineRequest` follow, and are documented there."""
+    """Celery's own members come first. Those of `EngineRequest` follow, and are documented there.
 
-    @property
-    def id(self) -> str: ...
+    All attributes are read-only.
+    """
 
-    @property
-    def request_dict(self) -> Mapping[str, Any]:
-        """The headers."""
-
-    @property
-    def delivery_info(self) -> Mapping[str, Any]: ...
-
-    @property
-    def body(self) -> bytes | str: ...
-
-    @property
-    def due(self) -> datetime | None: ...
-
-    @property
-    def expires(self) -> datetime | None: ...
-
-    @property
-    def time_limits(self) -> Sequence[Any]:
-        """Hard and soft limit in seconds, unchecked, as the sender wrote them."""
+    id: str
+    request_dict: Mapping[str, Any]
+    """The headers."""
+    delivery_info: Mapping[str, Any]
+    body: bytes | str
+    due: datetime | None
+    expires: datetime | None
+    time_limits: Sequence[Any]
+    """Hard and soft limit in seconds, unchecked, as the sender wrote them."""
 
     def revoked(self) -> bool:
         """Whether the message was revoked or has expired. Celery has settled it then."""
@@ -47,26 +37,13 @@ class CeleryRequest(Protocol):
 
     def acknowledge(self) -> None: ...
 
-    @property
-    def content_type(self) -> str: ...
-
-    @property
-    def content(self) -> str: ...
-
-    @property
-    def lease_id(self) -> str: ...
-
-    @property
-    def over_quota(self) -> int: ...
-
-    @property
-    def queued_at(self) -> float | None: ...
-
-    @property
-    def step(self) -> int: ...
-
-    @property
-    def preemptions(self) -> int: ...
+    content_type: str
+    content: str
+    lease_id: str
+    over_quota: int
+    queued_at: float | None
+    step: int
+    preemptions: int
 
     def cost(self, tokens: int) -> None: ...
 
@@ -78,11 +55,9 @@ class CeleryRequest(Protocol):
 
     def postpone(self, seconds: float, *, keeps_place: bool = False) -> None: ...
 
-    def reject_duplicate(self) -> None: ...
+    def dead_letter(self, reason: DeadLetterReason, detail: str = "") -> None: ...
 
     def let_go(self) -> None: ...
-
-    def reject_undecodable(self, why: str) -> None: ...
 
     def announce_terminated(self) -> None: ...
 

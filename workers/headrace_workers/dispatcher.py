@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from heapq import nsmallest
+from operator import attrgetter
 from typing import Any
 
 import redis
@@ -20,7 +21,7 @@ from celery.worker.state import task_ready, task_reserved
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.model_identity import ModelIdentity
-from headrace_broker.reasons import ErrorCode
+from headrace_broker.reasons import DeadLetterReason, ErrorCode
 from headrace_broker.registry import register_model
 from headrace_broker.results import ErrorInfo
 from headrace_broker.streams import StreamWriter
@@ -134,11 +135,11 @@ class Dispatcher:
             postponed=self._on_postponed,
         )
         self._processor: InputProcessor | None = None
-        self._loop_watch = LoopWatch()
+        self.loop_watch = LoopWatch()
         self._model_info: ModelInfo
         self._capabilities: EngineCapabilities
         self._engine_waiting = 0
-        self._draining = False
+        self.is_draining = False
         self._paused = False
         self._last_step = StepStats()
         self._given_up = False
@@ -155,7 +156,7 @@ class Dispatcher:
         self.settlement.attach(hub)
         self._in_flight.attach(hub)
         self._preparation.attach(hub)
-        self._loop_watch.attach(hub)
+        self.loop_watch.attach(hub)
 
     def credit(self) -> int:
         """Count the messages that may be taken now: the free slots, or 0 while requests wait in the engine."""
@@ -174,13 +175,10 @@ class Dispatcher:
     @property
     def _takes_nothing(self) -> bool:
         """Whether messages stay in the queue even if there is room."""
-        if self._draining or self._paused or not self.supervisor.is_ready:
+        if self.is_draining or self._paused or not self.supervisor.is_ready:
             return True
-        return self.settlement.redis_refuses or self._preparation.is_failing or self._in_flight.blocks_new_requests
-
-    @property
-    def is_draining(self) -> bool:
-        return self._draining
+        isolation = self._in_flight.isolation
+        return self.settlement.redis_refuses or self._preparation.is_failing or isolation.blocks_new_requests
 
     @property
     def is_idle(self) -> bool:
@@ -195,7 +193,7 @@ class Dispatcher:
     @property
     def answers_calls(self) -> bool:
         """Whether tokenizer calls may be taken. They need neither a slot nor a running engine."""
-        return self._processor is not None and not (self._draining or self._paused)
+        return self._processor is not None and not (self.is_draining or self._paused)
 
     def answer_call(self, kind: str, body: bytes, answered: Callable[[bytes], None]) -> None:
         """See `Preparation.answer_call`."""
@@ -226,7 +224,7 @@ class Dispatcher:
             else:
                 self.settlement.reject_duplicate(incoming.request_id, celery_request)
             return
-        if self._processor is None or self._draining or self._paused:
+        if self._processor is None or self.is_draining or self._paused:
             self._metrics.message_returned("not_ready")
             celery_request.hand_back()
             return
@@ -280,7 +278,7 @@ class Dispatcher:
         request, why = message.celery_request, f"the message is malformed: {problem}"
         logger.error("message refused", request_id=message.request_id, reason=why, content_type=request.content_type)
         self.settlement.refuse_malformed(message.request_id, request.content, why, request.content_type)
-        request.reject_undecodable(why)
+        request.dead_letter(DeadLetterReason.REJECTED, why)
 
     def _on_postponed(self, message: Preparing) -> None:
         self._metrics.message_returned("not_ready")
@@ -297,16 +295,12 @@ class Dispatcher:
 
     def _start(self, message: Preparing, prepared: Prepared, adapter: LoRARequest | None) -> None:
         request = self._assemble(message.incoming, prepared, adapter)
-        model, draws = self._model_of(request), self._capabilities.draws or ""
+        fingerprint = self._adapters.fingerprint(adapter) if adapter is not None else ""
+        model = ModelIdentity(self._served_names[0], self._model_info.weights, fingerprint)
+        draws = self._capabilities.draws or ""
         job = self._claims.claim(message.incoming, prepared, message.celery_request, request, model, draws)
         if job is not None:
             self._in_flight.start(job, message.incoming.deadline, partial(self._preemption.make_room, self._in_flight))
-
-    def _model_of(self, request: ProcessedRequest) -> ModelIdentity:
-        """Identify the weights and the adapter that compute the request."""
-        lora = request.choices[0].lora_request
-        adapter = self._adapters.fingerprint(lora) if lora is not None else ""
-        return ModelIdentity(self._served_names[0], self._model_info.weights, adapter)
 
     def _assemble(self, incoming: Incoming, prepared: Prepared, adapter: LoRARequest | None) -> ProcessedRequest:
         assert self._processor is not None
@@ -396,7 +390,7 @@ class Dispatcher:
         )
         self._engine_waiting = 0
         self._metrics.engine_up(True)
-        self.set_state("draining" if self._draining or self._paused else "ready")
+        self.set_state("draining" if self.is_draining or self._paused else "ready")
         self.register_model()
         self._in_flight.send_chosen()
 
@@ -434,7 +428,7 @@ class Dispatcher:
     def on_engine_lost(self, reason: str, cause: DeathCause, *, was_ready: bool) -> None:
         self._metrics.engine_up(False)
         self._metrics.engine_restarted(cause)
-        self.set_state("draining" if self._draining else "loading")
+        self.set_state("draining" if self.is_draining else "loading")
         self._in_flight.engine_lost(reason, was_ready=was_ready)
 
     def on_engine_given_up(self, reason: str) -> None:
@@ -448,7 +442,7 @@ class Dispatcher:
         """Do the periodic work; the event loop calls it once a second."""
         self.settlement.heartbeat()
         self._metrics.heartbeat()
-        self._metrics.loop_lag(self._loop_watch.longest_turn())
+        self._metrics.loop_lag(self.loop_watch.longest_turn())
         self._health.heartbeat(len(self._in_flight))
         self._health.preparation_fails(self._preparation.is_failing)
         self._metrics.slots(min(self._in_flight.slots_used, self._max_num_seqs), self._max_num_seqs)
@@ -456,10 +450,6 @@ class Dispatcher:
         for message in self._preparation.heartbeat():
             if message.celery_request.revoked():  # it was revoked or has expired, and Celery settles it
                 self._preparation.drop(message)
-
-    def loop_stopped(self) -> None:
-        """Stop measuring the event loop, which does not turn while Redis is away."""
-        self._loop_watch.pause()
 
     def set_state(self, state: str) -> None:
         assert state in ("loading", "ready", "draining")
@@ -492,7 +482,7 @@ class Dispatcher:
 
     def resume(self) -> bool:
         """Undo `pause`. Returns False if the worker drains for good."""
-        if self._draining:
+        if self.is_draining:
             return False
         self._paused = False
         self.set_state("ready" if self.supervisor.is_ready else "loading")
@@ -500,19 +490,13 @@ class Dispatcher:
 
     def stats(self) -> dict[str, Any]:
         """Give numbers and states to an operator. None stands for a number that the engine does not report."""
-        last = self._last_step
-        levels = {
-            "running": last.running,
-            "waiting": last.waiting,
-            "kv_blocks_used": last.kv_blocks_used,
-            "kv_blocks_total": last.kv_blocks_total,
-        }
-        reported = levels.keys() if self._processor is None else self._capabilities.stats
+        levels = ("running", "waiting", "kv_blocks_used", "kv_blocks_total")
+        reported = levels if self._processor is None else self._capabilities.stats
         return {
             "model": self._served_names[0],
             "state": self._health.not_ready() or "ready",
             "paused": self._paused,
-            "draining": self._draining,
+            "draining": self.is_draining,
             "preparing": len(self._preparation),
             "requests": len(self._in_flight),
             "slots_used": self._in_flight.slots_used,
@@ -521,16 +505,16 @@ class Dispatcher:
                 "name": self._engine,
                 "pid": self.supervisor.pid,
                 "ready": self.supervisor.is_ready,
-                **{name: level if name in reported else None for name, level in levels.items()},
-                "isolating": self._in_flight.is_isolating,
+                **{name: getattr(self._last_step, name) if name in reported else None for name in levels},
+                "isolating": self._in_flight.isolation.alone is not None,
             },
             "totals": asdict(self._metrics.totals),
-            "slowest_requests": [job.summary() for job in nsmallest(5, self._in_flight, key=_receipt)],
+            "slowest_requests": [job.summary() for job in nsmallest(5, self._in_flight, key=attrgetter("received_at"))],
         }
 
     def drain(self) -> None:
         """Take no more messages. Running requests continue."""
-        self._draining = True
+        self.is_draining = True
         self._hand_back_unprepared()
         self.set_state("draining")
 
@@ -553,7 +537,3 @@ class Dispatcher:
     def stop(self) -> None:
         self._preparation.close()
         self.settlement.stop()
-
-
-def _receipt(job: Job) -> float:
-    return job.received_at

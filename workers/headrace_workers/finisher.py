@@ -26,13 +26,9 @@ class Finisher:
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._busy = 0
+        self.busy = 0
         self._thread = threading.Thread(target=self._run, name="finisher", daemon=True)
         self._thread.start()
-
-    @property
-    def busy(self) -> int:
-        return self._busy
 
     def submit(self, finish: Callable[[], None], on_failure: Callable[[], None], **about: Any) -> None:
         """Run `finish`, and `on_failure` if it raises; both on the finisher's thread.
@@ -40,7 +36,7 @@ class Finisher:
         `about` are fields of every log line written meanwhile.
         """
         with self._lock:
-            self._busy += 1
+            self.busy += 1
         self._queue.put((finish, on_failure, about))
 
     def stop(self) -> None:
@@ -58,4 +54,4 @@ class Finisher:
                     on_failure()
                 finally:
                     with self._lock:
-                        self._busy -= 1
+                        self.busy -= 1

@@ -72,7 +72,7 @@ class InFlight:
         """Complete, but the end of the stream is not in Redis yet."""
         self._slots_used: int | None = None
         """A cache; None means count again. The event loop asks in each turn, and the number seldom changes."""
-        self._isolation = Isolation(EngineLosses(client))
+        self.isolation = Isolation(EngineLosses(client))
         self._listeners = ListenerWatch(Listeners(client))
         self._publish_interval = publish_interval
         self._published_all_at = -math.inf
@@ -121,16 +121,6 @@ class InFlight:
             self._slots_used = sum(job.num_unfinished for job in self)
         return self._slots_used
 
-    @property
-    def blocks_new_requests(self) -> bool:
-        """Whether the worker must take no messages, because a suspect needs the engine to itself."""
-        return self._isolation.blocks_new_requests
-
-    @property
-    def is_isolating(self) -> bool:
-        """Whether a suspect has the engine to itself."""
-        return self._isolation.alone is not None
-
     # -- begin and end --------------------------------------------------------------------------------------------
 
     def start(self, job: Job, deadline: float | None, make_room: Callable[[Job], None]) -> None:
@@ -156,7 +146,7 @@ class InFlight:
         elif job.num_unfinished:
             self._note_changed_draws(job, job.drawn_with)
             todo = self._expect_outputs(job)
-            if self._isolation.admits(job):
+            if self.isolation.admits(job):
                 make_room(job)
                 self._supervisor.send(todo)
             else:
@@ -272,21 +262,18 @@ class InFlight:
         if was_ready:  # an engine that was still loading had no request yet
             if self._output_processor.holds_back:  # the resumed request must begin at the token that killed the engine
                 self._show()
-            poison = self._isolation.engine_lost(self._jobs.values())
+            poison = self.isolation.engine_lost(self._jobs.values())
             if poison is not None:
                 self._fail_poison(poison, reason)
         self.flush()
 
     def send_chosen(self) -> None:
         """Send all requests, or only the suspect that must run alone, to an engine that has none."""
-        for job in self._isolation.choose(self._jobs.values()):
-            self._send_again(job)
-
-    def _send_again(self, job: Job) -> None:
-        if job.num_tokens:
-            self._note_changed_draws(job, {self._draws})
-        self._output_processor.abort(job.request_id)  # the engine generates held-back output again
-        self._supervisor.send(self._expect_outputs(job))
+        for job in self.isolation.choose(self._jobs.values()):
+            if job.num_tokens:
+                self._note_changed_draws(job, {self._draws})
+            self._output_processor.abort(job.request_id)  # the engine generates held-back output again
+            self._supervisor.send(self._expect_outputs(job))
 
     def _note_changed_draws(self, job: Job, drawn_with: set[str]) -> None:
         """Count a sampled request whose next tokens differ from those of an uninterrupted run."""
@@ -318,16 +305,16 @@ class InFlight:
         """Once the suspect has ended or is cleared, send the next suspect, or all other requests."""
         if not self._supervisor.is_ready:
             return
-        suspect = self._isolation.alone
+        suspect = self.isolation.alone
         if suspect is None:
-            if self._isolation.is_due(self._jobs.values()):
+            if self.isolation.is_due(self._jobs.values()):
                 self.send_chosen()
             return
         if self._jobs.get(suspect.request_id) is suspect:
-            if not self._isolation.is_cleared:
+            if not self.isolation.is_cleared:
                 return
             logger.info("suspect cleared", **suspect.log_fields)
-            self._isolation.clear(suspect)
+            self.isolation.clear(suspect)
             self.hand_back(suspect, "cleared")
         self.send_chosen()
 
@@ -422,8 +409,7 @@ class InFlight:
             code = ErrorCode.INVALID_REQUEST if error == NOTHING_MAY_FOLLOW else ErrorCode.ENGINE_ERROR
             self._complete(job, "error", ErrorInfo(code, error))
             return
-        reason = job.choices[0].finish_reason or "stop"
-        self._complete(job, "length" if reason == "length" else "stop")
+        self._complete(job, "length" if job.choices[0].finish_reason == "length" else "stop")
 
     def _complete(self, job: Job, outcome: Outcome, error: ErrorInfo | None = None) -> None:
         """End the job's stream. The job is settled once Redis has that end."""
@@ -473,7 +459,7 @@ class InFlight:
     def heartbeat(self) -> None:
         """Once a second: retry failed writes and records, and end abandoned requests."""
         self.flush(retry=True)
-        self._isolation.record(self._jobs.values())
+        self.isolation.record(self._jobs.values())
         self._end_abandoned()
         self._advance_isolation()
         self._supervisor.check_progress(has_work=any(job.num_unfinished for job in self))

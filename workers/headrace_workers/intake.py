@@ -72,8 +72,8 @@ class Incoming:
         headers = celery_request.request_dict
         delivery = celery_request.delivery_info
         priority = delivery.get("priority")
-        enqueued_at = _unix_time(headers.get("enqueued_at"))
-        queued_at, clock = _queued_at(enqueued_at, celery_request.due, celery_request.queued_at)
+        enqueued_at, due = _seconds(headers.get("enqueued_at")), celery_request.due
+        queued_at, clock = _queued_at(enqueued_at, due, celery_request.queued_at)
         return cls(
             request_id=celery_request.id,
             priority=min(max(priority, 0), 9) if isinstance(priority, int) else 0,
@@ -88,7 +88,7 @@ class Incoming:
             deadline=_deadline(celery_request.expires, celery_request.time_limits),
             step=celery_request.step,
             preemptions=celery_request.preemptions,
-            delay=_delay(celery_request.due),
+            delay=max(0.0, due.timestamp() - time.time()) if isinstance(due, datetime) else 0.0,
         )
 
     @property
@@ -197,11 +197,7 @@ def _is_protocol_2(body: Any) -> bool:
 def _deadline(expires: Any, time_limits: Any) -> float | None:
     """Get the earliest of Celery's `expires` and its hard and soft time limits, which count from now."""
     moments = [expires.timestamp()] if isinstance(expires, datetime) else []
-    moments += [
-        time.time() + limit
-        for limit in time_limits
-        if isinstance(limit, int | float) and not isinstance(limit, bool) and 0 < limit < _LATEST_UNIX_TIME
-    ]
+    moments += [time.time() + limit for limit in map(_seconds, time_limits) if limit is not None]
     return min(moments, default=None)
 
 
@@ -223,12 +219,8 @@ def _queued_at(
     return by_redis, "redis"
 
 
-def _delay(eta: Any) -> float:
-    return max(0.0, eta.timestamp() - time.time()) if isinstance(eta, datetime) else 0.0
-
-
-def _unix_time(value: Any) -> float | None:
-    """Read a producer's timestamp; None for an invalid one, such as NaN or a number beyond floats."""
+def _seconds(value: Any) -> float | None:
+    """Read a producer's time or time limit; None for an invalid one, such as NaN or a number beyond floats."""
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LATEST_UNIX_TIME:
         return float(value)
     return None

@@ -26,23 +26,19 @@ class Isolation:
         self._losses = losses
         self._unrecorded: set[Job] = set()
         """Jobs whose number of engine losses is not in Redis yet."""
-        self._alone: Job | None = None
+        self.alone: Job | None = None
+        """The suspect that has the engine to itself; None while all may run."""
         self._tokens_before = 0
         self._suspect_waits = False
 
     @property
-    def alone(self) -> Job | None:
-        """The suspect that has the engine to itself; None while all may run."""
-        return self._alone
-
-    @property
     def blocks_new_requests(self) -> bool:
         """Whether the worker must take no messages: a suspect has the engine to itself, or waits for it."""
-        return self._alone is not None or self._suspect_waits
+        return self.alone is not None or self._suspect_waits
 
     def engine_lost(self, jobs: Iterable[Job]) -> Job | None:
         """Count the loss for the requests that were in the engine. Returns the poison request, if it is known."""
-        alone, self._alone = self._alone, None
+        alone, self.alone = self.alone, None
         jobs = list(jobs)
         if alone is not None:
             return alone if alone in jobs else None  # no other job was in the engine
@@ -70,11 +66,11 @@ class Isolation:
         if _is_suspect(job):
             self._suspect_waits = True
             return False
-        return self._alone is None
+        return self.alone is None
 
     def is_due(self, jobs: Iterable[Job]) -> bool:
         """Whether a suspect waits for the engine, and all other requests have ended."""
-        if not self._suspect_waits or self._alone is not None:
+        if not self._suspect_waits or self.alone is not None:
             return False
         suspicions = [_is_suspect(job) for job in jobs]
         self._suspect_waits = any(suspicions)
@@ -84,16 +80,16 @@ class Isolation:
         """Choose the jobs to send to an engine that has none."""
         jobs = list(jobs)
         self._suspect_waits = False
-        self._alone = next((job for job in jobs if _is_suspect(job)), None)
-        if self._alone is None:
+        self.alone = next((job for job in jobs if _is_suspect(job)), None)
+        if self.alone is None:
             return jobs
-        self._tokens_before = self._alone.num_tokens
-        return [self._alone]
+        self._tokens_before = self.alone.num_tokens
+        return [self.alone]
 
     @property
     def is_cleared(self) -> bool:
         """Whether the suspect has generated enough tokens without killing the engine."""
-        return self._alone is not None and self._alone.num_tokens - self._tokens_before >= TOKENS_TO_CLEAR
+        return self.alone is not None and self.alone.num_tokens - self._tokens_before >= TOKENS_TO_CLEAR
 
     def clear(self, job: Job) -> None:
         """Reset a suspect's engine losses, so that any worker may run it with others."""

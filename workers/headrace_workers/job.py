@@ -155,14 +155,7 @@ class Job:
         )
 
     def end(self, finish_reason: str, error: ErrorInfo | None = None) -> StreamWrite:
-        return StreamWrite.end(
-            self.request_id,
-            self.attempt,
-            self.num_tokens,
-            finish_reason=finish_reason,
-            usage=self.usage(),
-            error=error,
-        )
+        return StreamWrite.end(*self.key, self.num_tokens, finish_reason=finish_reason, usage=self.usage(), error=error)
 
     def usage(self) -> Usage:
         return Usage(len(self.request.prompt_token_ids), self.num_cached_tokens, self.num_tokens)
@@ -173,12 +166,7 @@ class Job:
 
     def summary(self) -> dict[str, Any]:
         """Describe the request to an operator, without its contents."""
-        return {
-            "request_id": self.request_id,
-            "attempt": self.attempt,
-            "tokens": self.num_tokens,
-            "seconds": time.monotonic() - self.received_at,
-        }
+        return {**self.log_fields, "tokens": self.num_tokens, "seconds": time.monotonic() - self.received_at}
 
     def cancel_timers(self) -> None:
         for timer in self.timers:

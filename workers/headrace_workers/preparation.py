@@ -88,7 +88,8 @@ class Preparation:
         undecodable: Callable[[Preparing, str], None],
         postponed: Callable[[Preparing], None],
     ) -> None:
-        self._quick = make_lane(is_quick=True, on_answer=self._on_answer, on_verdict=_ignore)
+        # The quick process compiles no grammar.
+        self._quick = make_lane(is_quick=True, on_answer=self._on_answer, on_verdict=lambda _grammar, _problem: None)
         self._slow = make_lane(is_quick=False, on_answer=self._on_answer, on_verdict=self._quick.learn)
         self._plain: PlainRequests | None = None
         self._lookups = FileLookups()
@@ -187,14 +188,9 @@ class Preparation:
         for message in list(self._held.values()):
             if message.prepared is not None and time.monotonic() - message.since > ADAPTER_SECONDS:
                 self.drop(message)
-                self._refused(
-                    message,
-                    RefusedError(
-                        ErrorCode.ENGINE_ERROR,
-                        f"the folder of LoRA adapter {message.prepared.lora!r} could not be read within"
-                        f" {ADAPTER_SECONDS:g} s",
-                    ),
-                )
+                folder = f"the folder of LoRA adapter {message.prepared.lora!r}"
+                problem = f"{folder} could not be read within {ADAPTER_SECONDS:g} s"
+                self._refused(message, RefusedError(ErrorCode.ENGINE_ERROR, problem))
         return list(self._held.values())
 
     def close(self) -> None:
@@ -280,10 +276,8 @@ class Preparation:
         find, found = partial(self._adapters.find, prepared.lora), partial(self._adapter_found, prepared.lora)
         if not self._lookups.submit(prepared.lora, find, found):
             self.drop(message)
-            self._refused(
-                message,
-                RefusedError(ErrorCode.ENGINE_ERROR, "the folders of LoRA adapters cannot be read at the moment"),
-            )
+            problem = "the folders of LoRA adapters cannot be read at the moment"
+            self._refused(message, RefusedError(ErrorCode.ENGINE_ERROR, problem))
 
     def _adapter_found(self, name: str, adapter: LoRARequest | None) -> None:
         """Continue all messages that wait for this adapter."""
@@ -297,10 +291,6 @@ class Preparation:
                 self._refused(message, RefusedError(ErrorCode.INVALID_REQUEST, problem))
             else:
                 self._ready(message, prepared, adapter)
-
-
-def _ignore(_grammar: str, _problem: str | None) -> None:
-    """Do nothing: the quick process compiles no grammar."""
 
 
 class PreparationError(Exception):

@@ -21,7 +21,7 @@ import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from types import FrameType
 from typing import Any, BinaryIO, Final
@@ -78,12 +78,12 @@ class Preparer:
         self._processor = processor
         self._intake = Intake(processor, served_names)
         self._tokenizer_answers = TokenizerAnswers(processor, tokenizer)
-        self._is_quick = is_quick
+        self._quick_seconds = _QUICK_CPU_SECONDS if is_quick else None
 
     def answer(self, request_id: str, content_type: str, body: bytes | str) -> list[Any]:
         """Prepare one request. Returns the kind and the values of the answer."""
         try:
-            with self._in_time():
+            with _within(self._cpu_seconds, self._quick_seconds):
                 prepared = self._intake.process(request_id, loads(body, content_type))
         except MalformedMessageError as error:
             return ["undecodable", str(error)]
@@ -98,13 +98,10 @@ class Preparer:
     def answer_call(self, kind: str, body: bytes) -> list[Any]:
         """Answer a tokenizer call. Returns the kind and the value of the answer."""
         try:
-            with self._in_time():
+            with _within(self._cpu_seconds, self._quick_seconds):
                 return ["answered", self._tokenizer_answers.answer(kind, body)]
         except NotQuickError:
             return ["slow"]
-
-    def _in_time(self) -> AbstractContextManager[None]:
-        return _within(self._cpu_seconds, _QUICK_CPU_SECONDS if self._is_quick else None)
 
     def learn(self, grammar: str, problem: str | None) -> None:
         """Remember another process's verdict on a grammar."""
@@ -140,17 +137,14 @@ class GrammarCachingProcessor(InputProcessor):
             self._verdicts.move_to_end(grammar)
             problem = self._verdicts[grammar]
         else:
-            problem = self._try(params)  # the engine's grammar checker caches this
+            problem = None
+            try:
+                super().check_grammar(params)  # the engine's grammar checker caches this
+            except InvalidRequestError as error:
+                problem = str(error)
             self._tell(grammar, problem)
         if problem is not None:
             raise InvalidRequestError(problem)
-
-    def _try(self, params: SamplingParams) -> str | None:
-        try:
-            super().check_grammar(params)
-        except InvalidRequestError as error:
-            return str(error)
-        return None
 
 
 def make_preparer(settings: dict[str, Any], tell: Callable[[str, str | None], None]) -> Preparer:

@@ -36,13 +36,9 @@ class Publisher:
         """Packed, because the garbage collector would have to walk a hundred thousand objects."""
         self._dropped: dict[Attempt, float] = {}
         """Time of each drop. A server that also lost the claim may reuse the number of a dropped attempt."""
-        self._refused = False
-        self._failed_at: float | None = None
-
-    @property
-    def is_refused(self) -> bool:
+        self.is_refused = False
         """Whether the last write to Redis failed."""
-        return self._refused
+        self._failed_at: float | None = None
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -61,7 +57,7 @@ class Publisher:
 
         After a failure only a call with `retry` tries again. A try at every step would send ever more entries.
         """
-        if self._refused and not retry:
+        if self.is_refused and not retry:
             return None
         if not self._pending:
             return {}
@@ -72,11 +68,11 @@ class Publisher:
         except REDIS_ERRORS as error:
             self._metrics.redis_error("publish")
             self._metrics.redis_up(False)
-            self._refused = True
+            self.is_refused = True
             self._failed_at = self._clock()
             logger.warning("%d stream entries wait for Redis: %s", len(self._pending), error)
             return None
-        self._refused = False
+        self.is_refused = False
         self._metrics.redis_command("publish", time.perf_counter() - started)
         self._metrics.redis_up(True)
         self._metrics.stream_entries(len(self._pending))

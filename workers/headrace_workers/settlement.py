@@ -18,7 +18,7 @@ from headrace_broker.content import answer_type
 from headrace_broker.dead_letters import DeadLetter
 from headrace_broker.errors import MalformedEntryError
 from headrace_broker.events import EndEvent, StreamEvent
-from headrace_broker.reasons import ErrorCode
+from headrace_broker.reasons import DeadLetterReason, ErrorCode
 from headrace_broker.results import ErrorInfo, GenerateResult, Usage
 from headrace_broker.streams import Claim, Ending, StreamWriter
 from headrace_monitoring.labels import Outcome
@@ -94,20 +94,16 @@ class Settlement:
 
     def finish_refused(self, job: Job, *, is_gone: bool) -> None:
         """As `finish`, for a job whose stream a client has ended, or whose stream is gone."""
-        if is_gone:
-            self._stream_is_gone(job)
-            self.finish(job, "expired", job.result(_GONE))
-        else:
+        if not is_gone:
             self.finish(job, "cancelled", job.result(CANCELLED))
-
-    def _stream_is_gone(self, job: Job) -> None:
-        """Mark a stream that was deleted or lost, so that a later subscriber does not wait for it."""
+            return
         logger.warning("stream deleted under a running request", **job.log_fields)
         self._metrics.stream_gone()
         try:
-            self._writer.mark_gone(job.request_id)
+            self._writer.mark_gone(job.request_id)  # so that a later subscriber does not wait for it
         except REDIS_ERRORS as failure:
             logger.warning("stream not marked as gone", **job.log_fields, error=type(failure).__name__)
+        self.finish(job, "expired", job.result(_GONE))
 
     # -- requests that never ran here -----------------------------------------------------------------------------
 
@@ -137,7 +133,7 @@ class Settlement:
     def reject_duplicate(self, request_id: str, celery_request: CeleryRequest) -> None:
         """Dead-letter a message whose request id belongs to another message. The other one is not affected."""
         logger.warning("request id belongs to another message", request_id=request_id)
-        celery_request.reject_duplicate()
+        celery_request.dead_letter(DeadLetterReason.DUPLICATE_ID)
 
     def return_to_queue(self, celery_request: CeleryRequest, error: Exception) -> None:
         """Return a request whose stream Redis refused. The delivery counts if Redis takes other writes."""
@@ -218,15 +214,9 @@ class Settlement:
             logger.warning("stream not ended", error=type(failure).__name__)
             return
         if ending is Ending.WRITTEN:
-            self._store_error(request_id, error, content_type)
-
-    def _store_error(self, request_id: str, error: ErrorInfo, content_type: str) -> None:
-        result = GenerateResult(request_id, [], None, error).to_wire()
-        self._finisher.submit(
-            partial(self._store_result, request_id, result, content_type),
-            on_failure=lambda: None,
-            request_id=request_id,
-        )
+            result = GenerateResult(request_id, [], None, error).to_wire()
+            store = partial(self._store_result, request_id, result, content_type)
+            self._finisher.submit(store, on_failure=lambda: None, request_id=request_id)
 
     def _finish(self, celery_request: CeleryRequest, finish: Callable[[], None], **about: Any) -> None:
         """Store, announce and acknowledge. A message whose result cannot be stored is delivered again."""
@@ -235,19 +225,10 @@ class Settlement:
             self._metrics.message_returned("result_not_stored")
             celery_request.let_go()
 
-        self._finisher.submit(
-            finish,
-            on_failure=partial(self._hub.call_soon, stop_renewing),
-            request_id=celery_request.id,
-            **about,
-        )
+        on_failure = partial(self._hub.call_soon, stop_renewing)
+        self._finisher.submit(finish, on_failure, request_id=celery_request.id, **about)
 
     def _finish_job(self, job: Job, outcome: Outcome, finish: Callable[[], None]) -> None:
-        self._finish_metrics(job, outcome)
-        job.celery_request.cost(len(job.request.prompt_token_ids) + job.num_tokens)
-        self._finish(job.celery_request, finish, attempt=job.attempt)
-
-    def _finish_metrics(self, job: Job, outcome: Outcome) -> None:
         self._tracing.end(job, outcome, None if outcome in SERVED else outcome)
         self._metrics.request_finished(
             outcome,
@@ -260,6 +241,8 @@ class Settlement:
             decoded_tokens=job.num_tokens - job.num_first_tokens,
             trace_id=job.trace_id,
         )
+        job.celery_request.cost(len(job.request.prompt_token_ids) + job.num_tokens)
+        self._finish(job.celery_request, finish, attempt=job.attempt)
 
 
 def _tokens_of(usage: Usage | None) -> int:

@@ -55,13 +55,16 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
     def handle(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **rest: Any) -> Any:
         if "id" not in message.headers:
             raise InvalidTaskError("malformed message: it has no id")
+        request_id = _id_of(message)
+        about = {} if request_id is None else {"request_id": request_id}  # of Celery's log lines too
         try:
-            with structlog.contextvars.bound_contextvars(**_about(message)), _registration(message):
-                if (
-                    body is not None
-                ):  # of protocol 1, as the headers have no task; it would be converted with a valid id
+            with structlog.contextvars.bound_contextvars(**about), _registration(message):
+                if body is not None:
+                    # Of protocol 1, as the headers have no task. It would be converted with a valid id.
                     raise MalformedMessageError("its headers have no task, and its body has no valid id of protocol 1")
-                _leave_undecoded(message)
+                require_accepted(message.content_type)
+                # Celery sees an empty body. Decoding a large one takes seconds: `preparation_process.py` does that.
+                message._decoded_cache = _NO_BODY
                 message.headers.pop("shadow", None)  # a task name from the sender, which Celery would log and announce
                 return handler(message, body, ack, reject, callbacks, **rest)
         except (*REDIS_ERRORS, OperationalError):
@@ -69,7 +72,6 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
         except Exception as error:  # noqa: BLE001  # any client may push any bytes to the queue
             # The text of any other error may quote the message.
             why = f"the message is malformed: {error}" if isinstance(error, MalformedMessageError) else MALFORMED
-            request_id = _id_of(message)
             if request_id is not None:
                 content = message.delivery_info.get(CONTENT, "")
                 dispatcher.settlement.refuse_malformed(request_id, content, why, message.content_type)
@@ -97,21 +99,6 @@ def _registration(message: Any) -> Iterator[None]:
     finally:
         if before in active_requests or before in reserved_requests:
             requests.setdefault(request_id, before)
-
-
-def _leave_undecoded(message: Any) -> None:
-    """Show Celery an empty body. Decoding a large one takes seconds, so `preparation_process.py` does that.
-
-    Raises MalformedMessageError for a content type that is not accepted.
-    """
-    require_accepted(message.content_type)
-    message._decoded_cache = _NO_BODY
-
-
-def _about(message: Any) -> dict[str, str]:
-    """Get the fields for log lines written while the message is handled, by Celery too."""
-    request_id = _id_of(message)
-    return {} if request_id is None else {"request_id": request_id}
 
 
 def _id_of(message: Any) -> str | None:

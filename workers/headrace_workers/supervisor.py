@@ -71,32 +71,23 @@ class EngineSupervisor:
         self._process: EngineCoreProcess | None = None
         self._hub: Any = None
         self._tokenizer: ModelTokenizer | None = None
-        self._tokenizer_parts: TokenizerParts | None = None
+        self.tokenizer_parts: TokenizerParts
+        """The parts that `tokenizer` was made of, once an engine was ready."""
         self._tokenizer_answer: Future[Any] = Future()
         """The engine process reads the tokenizer, as that may need torch. It is asked once."""
         self._deaths_in_a_row = 0
         self._started_at = 0.0
-        self._ready = False
+        self.is_ready = False
         self._stopped = False
         self._restart_at: float | None = None
         """When the next process starts after a death."""
         self._restart_timer: Any = None
 
     @property
-    def is_ready(self) -> bool:
-        return self._ready
-
-    @property
     def tokenizer(self) -> ModelTokenizer:
         """The model's tokenizer. An engine must be or have been ready."""
         assert self._tokenizer is not None, "no engine was ready yet"
         return self._tokenizer
-
-    @property
-    def tokenizer_parts(self) -> TokenizerParts:
-        """The parts that `tokenizer` was made of."""
-        assert self._tokenizer_parts is not None, "no engine was ready yet"
-        return self._tokenizer_parts
 
     @property
     def pid(self) -> int | None:
@@ -122,7 +113,7 @@ class EngineSupervisor:
 
     def send(self, requests: Iterable[EngineCoreRequest]) -> None:
         """Send requests to the engine if it is ready. Otherwise `on_engine_ready` sends all unfinished requests."""
-        if not self._ready or self._process is None:
+        if not self.is_ready or self._process is None:
             return
         try:
             for request in requests:
@@ -131,7 +122,7 @@ class EngineSupervisor:
             logger.warning("a request could not be sent: the engine has died")
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        if self._ready and self._process is not None and request_ids:
+        if self.is_ready and self._process is not None and request_ids:
             try:
                 self._process.abort_requests(request_ids)
             except EngineDeadError:
@@ -140,12 +131,12 @@ class EngineSupervisor:
     def check_progress(self, *, has_work: bool) -> None:
         """Kill an engine that hangs, and restart it as after a death. Call it about once a second."""
         now = self._clock()
-        if not self._ready or not has_work:
+        if not self.is_ready or not has_work:
             self._progress_at = now
         elif now - self._progress_at > self._stall_seconds:
             self.pump(0.0)  # this process may have been stopped itself, with outputs of the engine unread
             process = self._process
-            if self._ready and process is not None and now - self._progress_at > self._stall_seconds:
+            if self.is_ready and process is not None and now - self._progress_at > self._stall_seconds:
                 self._reap(process)
                 reason = f"it had work and made no step for {now - self._progress_at:.0f} s"
                 self._on_death(reason, "stall", was_ready=True)
@@ -166,8 +157,8 @@ class EngineSupervisor:
 
     def stop(self) -> None:
         """End the engine process for good."""
-        process, was_ready = self._process, self._ready
-        self._stopped, self._ready, self._process = True, False, None
+        process, was_ready = self._process, self.is_ready
+        self._stopped, self.is_ready, self._process = True, False, None
         if process is None:
             return
         self._forget_reader(process)
@@ -189,7 +180,7 @@ class EngineSupervisor:
             self._reap(process)
             self._give_up(str(error))
         except EngineDeadError as error:
-            was_ready = self._ready
+            was_ready = self.is_ready
             self._reap(process)
             self._on_death(error.summary, error.cause, was_ready=was_ready)
         except Exception as error:  # noqa: BLE001
@@ -207,8 +198,8 @@ class EngineSupervisor:
         self._give_up(f"outputs of the engine could not be handled: {type(error).__name__}")
 
     def _announce(self, process: EngineCoreProcess, steps: Iterable[EngineCoreOutputs]) -> None:
-        if process.is_ready and not self._ready and self._has_tokenizer():
-            self._ready = True
+        if process.is_ready and not self.is_ready and self._has_tokenizer():
+            self.is_ready = True
             engine = f"{self._config.engine} {process.capabilities.version}".rstrip()
             logger.info("engine ready after %.1f s: %s", time.monotonic() - self._started_at, engine)
             self._events.on_engine_ready(process.model_info, process.capabilities)
@@ -220,7 +211,7 @@ class EngineSupervisor:
         if self._tokenizer is None and self._tokenizer_answer.done():
             parts, self._tokenizer_answer = TokenizerParts(**self._tokenizer_answer.result()), Future()
             model = self._config.model
-            self._tokenizer_parts = parts
+            self.tokenizer_parts = parts
             self._tokenizer = create_tokenizer(model.model, parts, trust_remote_code=model.trust_remote_code)
         return self._tokenizer is not None
 
@@ -254,7 +245,7 @@ class EngineSupervisor:
             self._on_death(f"the engine process could not be started: {error}", "crash", was_ready=False)
 
     def _reap(self, process: EngineCoreProcess) -> None:
-        self._ready = False
+        self.is_ready = False
         self._process = None
         self._forget_reader(process)
         process.kill()

@@ -45,18 +45,14 @@ class EngineRequest(Request):
     @property
     def content_type(self) -> str:
         """Content type of the message and of its result."""
-        content_type: str = self._message.content_type
-        return content_type
+        return self._message.content_type
 
     @property
     def argsrepr(self) -> str:
         """Empty: a stock producer puts a readable copy of the prompt here, which Celery would log and announce."""
         return ""
 
-    @property
-    def kwargsrepr(self) -> str:
-        """Empty for the same reason as `argsrepr`."""
-        return ""
+    kwargsrepr = argsrepr
 
     def info(self, safe: bool = False) -> dict[str, Any]:  # noqa: ARG002  # Celery's signature
         """Describe the request for `celery inspect`, without its prompt."""
@@ -69,8 +65,7 @@ class EngineRequest(Request):
     @property
     def due(self) -> datetime | None:
         """The message's ETA. The request must not run before it."""
-        due: datetime | None = self._eta
-        return due
+        return self._eta
 
     @property
     def lease_id(self) -> str:
@@ -79,32 +74,27 @@ class EngineRequest(Request):
     @property
     def over_quota(self) -> int:
         """The tenant's quota if it is exceeded and this request must be refused; else 0."""
-        quota: int = self._message.delivery_info.get(OVER_QUOTA, 0)
-        return quota
+        return self._message.delivery_info.get(OVER_QUOTA, 0)
 
     @property
     def content(self) -> str:
         """Digest of the message's contents; see `envelope.content_digest`."""
-        content: str = self._message.delivery_info.get(CONTENT, "")
-        return content
+        return self._message.delivery_info.get(CONTENT, "")
 
     @property
     def queued_at(self) -> float | None:
         """When the message began to wait by Redis's clock, converted to the monotonic clock; None if unknown."""
-        moment: float | None = self._message.delivery_info.get(QUEUED_AT)
-        return moment
+        return self._message.delivery_info.get(QUEUED_AT)
 
     @property
     def step(self) -> int:
         """Priority step of the list that held the message."""
-        step: int = self._message.delivery_info.get(STEP, 0)
-        return step
+        return self._message.delivery_info.get(STEP, 0)
 
     @property
     def preemptions(self) -> int:
         """How often the request was preempted."""
-        preemptions: int = self._message.delivery_info.get(PREEMPTIONS, 0)
-        return preemptions
+        return self._message.delivery_info.get(PREEMPTIONS, 0)
 
     def finish(self, result: dict[str, Any]) -> None:
         """Store and announce the result through Celery's task, then acknowledge. Called on the finisher's thread."""
@@ -158,10 +148,10 @@ class EngineRequest(Request):
         self._message.channel.leases.postpone(self.lease_id, seconds, keeps_place=keeps_place)
         self.send_event("task-rejected", requeue=True)
 
-    def reject_duplicate(self) -> None:
-        """Dead-letter the message, because its request id belongs to another message. That message's result is kept."""
+    def dead_letter(self, reason: DeadLetterReason, detail: str = "") -> None:
+        """Dead-letter the message now. The result of another message with the same id is kept."""
         self._settled()
-        self._message.channel.leases.dead_letter(self.lease_id, DeadLetterReason.DUPLICATE_ID)
+        self._message.channel.leases.dead_letter(self.lease_id, reason, detail)
         self.send_event("task-rejected", requeue=False)
 
     def let_go(self) -> None:
@@ -188,12 +178,6 @@ class EngineRequest(Request):
     def announce_terminated_in_queue(self) -> None:
         """As `announce_terminated`, for a request that had not started."""
         self._announce_revoked("terminated", True, "SIGTERM", False)
-
-    def reject_undecodable(self, why: str) -> None:
-        """Dead-letter the message, because its body cannot be read."""
-        self._settled()
-        self._message.channel.leases.dead_letter(self.lease_id, DeadLetterReason.REJECTED, why)
-        self.send_event("task-rejected", requeue=False)
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         """Let `Settlement` announce a revoked or expired request. Celery would do so on the event loop's thread."""

@@ -252,9 +252,6 @@ class FakeCeleryRequest:
     def announce_terminated_in_queue(self) -> None:
         self.fate.append("terminated in the queue")
 
-    def reject_undecodable(self, _why: str) -> None:
-        self.fate.append("rejected")
-
     def on_accepted(self, pid: int, at: float) -> None:
         self.fate.append("accepted")
 
@@ -274,8 +271,8 @@ class FakeCeleryRequest:
     def postpone(self, seconds: float, *, keeps_place: bool = False) -> None:
         self.fate.append(f"postponed by {seconds:.0f} s" + (" at its place" if keeps_place else ""))
 
-    def reject_duplicate(self) -> None:
-        self.fate.append("rejected as duplicate")
+    def dead_letter(self, reason: DeadLetterReason, _detail: str = "") -> None:
+        self.fate.append("rejected as duplicate" if reason is DeadLetterReason.DUPLICATE_ID else "rejected")
 
     def let_go(self) -> None:
         self.fate.append("let go")

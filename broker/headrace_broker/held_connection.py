@@ -5,13 +5,11 @@ Taking a connection from redis-py's pool for each call and returning it costs mo
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import redis
+from redis.commands.core import Script
 from redis.exceptions import NoScriptError
-
-if TYPE_CHECKING:
-    import redis
-    from redis.commands.core import Script
 
 HELD_SECONDS: Final = 1.0
 """How long a connection is kept. The pool then checks whether the server has closed it, and reconnects. Until then, a

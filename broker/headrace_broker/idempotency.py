@@ -8,15 +8,14 @@ import hashlib
 import json
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import redis
 
 from headrace_broker.errors import InvalidRequestError, UsedRequestIdError
 from headrace_broker.keys import IDEMPOTENCY_SECONDS, idempotency_key
 from headrace_broker.scripts import script
 from headrace_broker.submission import Submission
-
-if TYPE_CHECKING:
-    import redis
 
 _CLAIM: Final = script("idempotency_claim")
 

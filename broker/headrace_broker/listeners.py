@@ -6,13 +6,12 @@ key's remaining life tells the time since the last heartbeat, by Redis's clock a
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import redis
 
 from headrace_broker.keys import LISTENER_SECONDS, ended_key, listener_key
 from headrace_broker.scripts import script
-
-if TYPE_CHECKING:
-    import redis
 
 SHORTEST_SECONDS: Final = 1
 LONGEST_SECONDS: Final = 3600

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
+
+import redis
 
 from headrace_broker.keys import (
     PRIORITY_SEPARATOR,
@@ -22,9 +24,6 @@ from headrace_broker.keys import (
     waiting_key,
 )
 from headrace_broker.scripts import script
-
-if TYPE_CHECKING:
-    import redis
 
 _LEVELS: Final = script("key_checks", "queue_levels")
 _WRONG_KEYS: Final = script("key_checks", "wrong_keys")

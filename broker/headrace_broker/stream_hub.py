@@ -9,23 +9,17 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import redis.asyncio
 
 from headrace_broker.call_rules import BEGINNING, check_last_ids
 from headrace_broker.connections import CONNECTION_ERRORS, REDIS_ERRORS
-from headrace_broker.errors import (
-    HeadraceBrokerError,
-    MalformedEntryError,
-    StreamExpiredError,
-    TooManySubscribersError,
-)
+from headrace_broker.errors import HeadraceBrokerError, MalformedEntryError, StreamExpiredError, TooManySubscribersError
 from headrace_broker.events import EndEvent, StreamEvent
 from headrace_broker.keys import HUB_SECONDS, hub_key
 from headrace_broker.listeners import SHORTEST_SECONDS, heartbeat_interval, send_heartbeat
 from headrace_broker.subscriber import Readers, execute_async
-
-if TYPE_CHECKING:
-    import redis.asyncio
 
 _MAX_WAITING: Final = 512
 """Limit for the events that wait for one subscriber. At the limit its streams are not read until it takes them."""

@@ -8,27 +8,18 @@ tokens than its successor.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
+from typing import Any, Final, Literal, Self, TypeAlias
 
 import msgpack
+import redis
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, StreamEvent, pack, read_entry, read_flat_entry
 from headrace_broker.held_connection import HeldConnection
-from headrace_broker.keys import (
-    ENDED_SECONDS,
-    HANDED_BACK_SECONDS,
-    PROBE_KEY,
-    ended_key,
-    engine_losses_key,
-    stream_key,
-)
+from headrace_broker.keys import ENDED_SECONDS, HANDED_BACK_SECONDS, PROBE_KEY, ended_key, engine_losses_key, stream_key
 from headrace_broker.model_identity import ModelIdentity
 from headrace_broker.results import ErrorInfo, PromptLogprobs, TokenLogprobs, Usage, logprob_bytes_to_wire
 from headrace_broker.scripts import script
-
-if TYPE_CHECKING:
-    import redis
 
 END_STREAM: Final = script("stream_prelude", "stream_end")
 _CLAIM: Final = script("stream_prelude", "stream_claim")

@@ -4,7 +4,10 @@ import math
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
+
+import redis
+import redis.asyncio
 
 from headrace_broker.call_rules import BEGINNING, check_last_id, check_timeout
 from headrace_broker.connections import BLOCK_SECONDS
@@ -12,10 +15,6 @@ from headrace_broker.errors import MalformedEntryError, ResultTimeoutError, Stre
 from headrace_broker.events import EndEvent, StartEvent, StreamEvent, read_entry, read_flat_entry
 from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.listeners import get_abandon_after, heartbeat_interval, read_abandon_after, send_heartbeat
-
-if TYPE_CHECKING:
-    import redis
-    import redis.asyncio
 
 _ENTRIES_AT_ONCE: Final = 1000
 _CHECK_COMMANDS: Final = 3

@@ -4,9 +4,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final, Self, Unpack
 
 import redis
@@ -115,9 +114,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -146,14 +143,7 @@ class Client:
         request: SubmitRequest = {"prompt": prompt, "sampling_params": sampling_params, **options}
         submission = prepare(request, default_model=self._model)
         with unavailable(self.settings, "submit a request"):
-            self._require_served([submission])
-            [request_id], to_send = self._idempotency.bind([submission], self._used_ids([submission]))
-            self._require_room(to_send)
-            self._start_heartbeats(to_send)
-            with self._app.producer_pool.acquire(block=True) as producer:
-                for new in to_send:
-                    self._publish(producer, new)
-            self._idempotency.mark_sent(to_send)
+            [request_id] = self._submit([submission])
         return request_id
 
     def submit_many(self, requests: Iterable[SubmitRequest]) -> list[str]:
@@ -163,15 +153,7 @@ class Client:
         """
         submissions = prepare_all(requests, default_model=self._model)
         with unavailable(self.settings, "submit requests"):
-            self._require_served(submissions)
-            request_ids, to_send = self._idempotency.bind(submissions, self._used_ids(submissions))
-            self._require_room(to_send)
-            self._start_heartbeats(to_send)
-            with self._app.producer_pool.acquire(block=True) as producer, producer.batch(max_size=_BATCH):
-                for submission in to_send:
-                    self._publish(producer, submission)
-            self._idempotency.mark_sent(to_send)
-        return request_ids
+            return self._submit(submissions, batch_size=_BATCH)
 
     def stream(
         self, request_id: str, *, last_id: str | None = BEGINNING, timeout: float | None = None
@@ -315,6 +297,20 @@ class Client:
         with unavailable(self.settings, "purge a queue"):
             return purge_queue(self._redis, queue_name(model), ttl_seconds=self.settings.result_ttl_seconds)
 
+    def _submit(self, submissions: Sequence[Submission], *, batch_size: int = 0) -> list[str]:
+        self._require_served(submissions)
+        request_ids, to_send = self._idempotency.bind(submissions, self._used_ids(submissions))
+        self._require_room(to_send)
+        self._start_heartbeats(to_send)
+        with (
+            self._app.producer_pool.acquire(block=True) as producer,
+            producer.batch(max_size=batch_size) if batch_size else nullcontext(),
+        ):
+            for submission in to_send:
+                self._publish(producer, submission)
+        self._idempotency.mark_sent(to_send)
+        return request_ids
+
     def _require_served(self, submissions: Iterable[Submission]) -> None:
         asked = {submission.model for submission in submissions}
         if not self._check_model or asked <= self._served:
@@ -339,9 +335,8 @@ class Client:
             found = pipe.execute(raise_on_error=False)
         return {request_id for request_id, count in zip(given, found, strict=True) if isinstance(count, int) and count}
 
-    def _require_room(self, submissions: Iterable[Submission]) -> None:
+    def _require_room(self, submissions: Sequence[Submission]) -> None:
         """Raise QueueFullError if they do not fit. Clients that submit at the same time can together exceed a limit."""
-        submissions = list(submissions)
         limit, quota = self.settings.max_queued_requests, self.settings.max_queued_requests_per_tenant
         if limit:
             for model, count in Counter(submission.model for submission in submissions).items():

@@ -22,7 +22,7 @@ from headrace_broker.reasons import ErrorCode
 from headrace_broker.results import ErrorInfo, GenerateResult
 from headrace_broker.scripts import script
 from headrace_broker.streams import END_STREAM, end_data
-from headrace_broker.value_rules import is_finite, is_integer, plain, shown
+from headrace_broker.value_rules import is_integer, is_number, plain, shown
 
 LOWEST_PRIORITY: Final = 9
 STREAM_STATUS: Final = script("stream_prelude", "stream_status")
@@ -201,7 +201,7 @@ def _deadline(expires: float | datetime | None, now: float, problems: list[str])
             problems.append("expires must be seconds from now or a datetime with a time zone, not a naive datetime")
             return None
         seconds = expires.timestamp() - now
-    elif isinstance(expires, (int, float)) and not isinstance(expires, bool) and is_finite(expires):
+    elif is_number(expires):
         seconds = float(expires)
     else:
         problems.append(f"expires must be seconds from now or a datetime, not {shown(expires)}")

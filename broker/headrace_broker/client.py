@@ -1,5 +1,6 @@
 """The client for producers and subscribers. `async_client.py` has the client for asyncio."""
 
+import math
 import os
 import threading
 import time
@@ -316,9 +317,8 @@ class Client:
         if not self._check_model or asked <= self._served:
             return
         known = known_models(self._redis).keys()
-        for model in sorted(asked - known):
-            if known:
-                raise UnknownModelError(model, known)
+        if known and (unknown := sorted(asked - known)):
+            raise UnknownModelError(unknown[0], known)
         self._served.update(known)
 
     def _used_ids(self, submissions: Iterable[Submission]) -> set[str]:
@@ -387,12 +387,8 @@ class Client:
 
 def wait_seconds(deadline: float | None, abandon_after: float | None) -> float:
     """Return the seconds that one wait for a result may take; 0 or less after the deadline (monotonic time)."""
-    waits = [BLOCK_SECONDS]
-    if deadline is not None:
-        waits.append(deadline - time.monotonic())
-    if abandon_after is not None:
-        waits.append(heartbeat_interval(abandon_after))
-    return min(waits)
+    left = math.inf if deadline is None else deadline - time.monotonic()
+    return min(BLOCK_SECONDS, left, math.inf if abandon_after is None else heartbeat_interval(abandon_after))
 
 
 def as_settings(broker: str | BrokerSettings | None) -> BrokerSettings:

@@ -28,7 +28,9 @@ class HeldConnection:
     def run(self, script: "Script", args: Sequence[str | int | bytes]) -> Any:
         """Run the script without keys and return its reply. Redis's errors pass through; nothing is retried."""
         if self._connection is None or self._clock() >= self._held_until:
-            self._exchange()
+            self._release()
+            self._connection = self._pool.get_connection()
+            self._held_until = self._clock() + HELD_SECONDS
         try:
             self._connection.send_command("EVALSHA", script.sha, 0, *args)
             return self._connection.read_response()
@@ -38,11 +40,6 @@ class HeldConnection:
             self._connection.disconnect()  # or the next call could read the reply to this one
             self._release()
             raise
-
-    def _exchange(self) -> None:
-        self._release()
-        self._connection = self._pool.get_connection()
-        self._held_until = self._clock() + HELD_SECONDS
 
     def _release(self) -> None:
         connection, self._connection = self._connection, None

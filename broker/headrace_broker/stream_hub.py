@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Final
 
 import redis.asyncio
 
@@ -227,7 +227,10 @@ class StreamHub:
 
     async def _read(self) -> None:
         replies = await execute_async(self._client, self._readers.commands())
-        self._update_wake_id(replies)
+        for reply in replies:
+            for key, entries in reply or ():
+                if key == self._key.encode():
+                    self._readers.wake = (self._key, entries[-1][0].decode())
         for request_id, event in self._readers.received(replies):
             self._hand_over(request_id, event)
         if self._readers.needs_checks():
@@ -236,12 +239,6 @@ class StreamHub:
                 answers = await pipe.execute()
             for request_id, expired in self._readers.checked(answers):
                 self._hand_over(request_id, expired)
-
-    def _update_wake_id(self, replies: list[Any]) -> None:
-        for reply in replies:
-            for key, entries in reply or ():
-                if key == self._key.encode():
-                    self._readers.wake = (self._key, entries[-1][0].decode())
 
     def _hand_over(self, request_id: str, event: StreamEvent | StreamExpiredError) -> None:
         subscription = self._subscriptions.get(request_id)

@@ -218,21 +218,17 @@ class StreamWriter:
         `content` is the digest of the message. A stream that belongs to a message of other content is not changed
         either.
         """
-        start: dict[str, Any] = {"worker": worker_name}
-        if content is not None:
-            start["content"] = content
-        if traceparent is not None:
-            start["traceparent"] = traceparent
-        if abandon_after is not None:
-            start["abandon_after"] = abandon_after
-        if model is not None:
-            start |= model.to_wire()
-        if prompt_tokens is not None:
-            start["prompt_tokens"] = prompt_tokens
-        if prompt_tail is not None:
-            start["prompt_tail"] = prompt_tail
-        if draws is not None:
-            start["draws"] = draws
+        given = {
+            "worker": worker_name,
+            "content": content,
+            "traceparent": traceparent,
+            "abandon_after": abandon_after,
+            **(model.to_wire() if model is not None else {}),
+            "prompt_tokens": prompt_tokens,
+            "prompt_tail": prompt_tail,
+            "draws": draws,
+        }
+        start = {name: value for name, value in given.items() if value is not None}
         keys = _CLAIM.keys(
             stream=stream_key(request_id), engine_losses=engine_losses_key(request_id), ended=ended_key(request_id)
         )

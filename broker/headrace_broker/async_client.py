@@ -80,8 +80,7 @@ class AsyncClient:
     ) -> AsyncIterator[ChunkEvent]:
         """See `Client.stream`."""
         async for event in self.events(request_id, last_id=last_id, timeout=timeout):
-            chunk = chunk_of(request_id, event)
-            if chunk is not None:
+            if (chunk := chunk_of(request_id, event)) is not None:
                 yield chunk
 
     async def events(
@@ -119,8 +118,7 @@ class AsyncClient:
                         pipe.get(key)
                         get_abandon_after(pipe, request_id)
                         meta, listener = await pipe.execute()
-                        result = read_result(request_id, meta) if isinstance(meta, bytes) else None
-                        if result is not None:
+                        if isinstance(meta, bytes) and (result := read_result(request_id, meta)) is not None:
                             return result
                         abandon_after = read_abandon_after(listener) or abandon_after
                         if abandon_after is not None:

@@ -166,8 +166,7 @@ class Client:
         for `timeout` seconds, StreamExpiredError if the stream has expired.
         """
         for event in self.events(request_id, last_id=last_id, timeout=timeout):
-            chunk = chunk_of(request_id, event)
-            if chunk is not None:
+            if (chunk := chunk_of(request_id, event)) is not None:
                 yield chunk
 
     def events(
@@ -210,8 +209,7 @@ class Client:
                     pipe.get(key)
                     get_abandon_after(pipe, request_id)
                     meta, listener = pipe.execute()
-                    result = read_result(request_id, meta) if isinstance(meta, bytes) else None
-                    if result is not None:
+                    if isinstance(meta, bytes) and (result := read_result(request_id, meta)) is not None:
                         return result
                     # a worker that hands the request back deletes the key, and the next worker sets it again
                     abandon_after = read_abandon_after(listener) or abandon_after
@@ -341,15 +339,13 @@ class Client:
         if limit:
             for model, count in Counter(submission.model for submission in submissions).items():
                 backlog = read_backlog(self._redis, queue_name(model))
-                excess = backlog.num_queued + count - limit
-                if excess > 0:
+                if (excess := backlog.num_queued + count - limit) > 0:
                     raise QueueFullError(model, backlog.num_queued, limit, retry_after(backlog, excess))
         if quota:
             tenants = Counter((submission.model, submission.headers.get("tenant", "")) for submission in submissions)
             for (model, tenant), count in tenants.items():
                 level = read_tenant_level(self._redis, queue_name(model), tenant, of_interest=quota - count + 1)
-                excess = level.num_queued + count - quota
-                if excess > 0:
+                if (excess := level.num_queued + count - quota) > 0:
                     raise TenantQueueFullError(model, tenant, level.num_queued, quota, retry_after(level, excess))
 
     def _start_heartbeats(self, submissions: Iterable[Submission]) -> None:

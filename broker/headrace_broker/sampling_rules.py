@@ -112,8 +112,7 @@ def _repetition_detection(value: Any) -> str | None:
     for name, number in value.items():
         if name not in _PATTERN_RULES:
             return f"must hold only {', '.join(_PATTERN_RULES)}, not {str(name)[:40]!r}"
-        complaint = _PATTERN_RULES[name](number)
-        if complaint:
+        if complaint := _PATTERN_RULES[name](number):
             return f"must hold a {name} that {complaint}"
     longest, shortest = value.get("max_pattern_size", 0), value.get("min_pattern_size", 0)
     if shortest > longest:
@@ -177,8 +176,7 @@ def sampling_problems(params: Mapping[str, Any]) -> list[str]:
     params = {name: value for name, value in params.items() if value is not None}
     problems = [f"unknown sampling parameter {str(name)[:40]!r}" for name in params if name not in SAMPLING_RULES]
     for name, value in params.items():
-        complaint = SAMPLING_RULES[name](value) if name in SAMPLING_RULES else None
-        if complaint:
+        if name in SAMPLING_RULES and (complaint := SAMPLING_RULES[name](value)):
             problems.append(f"{name} {complaint}")
     if problems:
         return problems

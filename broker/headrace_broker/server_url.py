@@ -188,8 +188,7 @@ def _check_options(options: dict[str, str], known: tuple[str, ...], *, tls: bool
 
     Its own error would not name a missing file.
     """
-    unknown = sorted(name for name in options if name not in known and not name.startswith("ssl_"))
-    if unknown:
+    if unknown := sorted(name for name in options if name not in known and not name.startswith("ssl_")):
         # if the password has a question mark, these may be parts of the password
         named = [name for name in unknown if _OPTION_NAME.fullmatch(name)]
         names = f": {', '.join(named)}" if named == unknown else ""
@@ -199,8 +198,7 @@ def _check_options(options: dict[str, str], known: tuple[str, ...], *, tls: bool
         raise SettingsError(f"redis_url has {', '.join(given)}, which need TLS: rediss:// or sentinels://")
     if not tls:
         return
-    unknown = sorted(set(given) - set(_TLS_OPTIONS))
-    if unknown:
+    if unknown := sorted(set(given) - set(_TLS_OPTIONS)):
         raise SettingsError(f"redis_url has unknown TLS options {', '.join(unknown)}; known: {', '.join(_TLS_OPTIONS)}")
     reqs = options.get("ssl_cert_reqs", "required")
     options["ssl_cert_reqs"] = _CERT_REQS.get(reqs, reqs)

@@ -241,6 +241,5 @@ class StreamHub:
                 self._hand_over(request_id, expired)
 
     def _hand_over(self, request_id: str, event: StreamEvent | StreamExpiredError) -> None:
-        subscription = self._subscriptions.get(request_id)
-        if subscription is not None:
+        if (subscription := self._subscriptions.get(request_id)) is not None:
             subscription.put(request_id, event)

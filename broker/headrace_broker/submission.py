@@ -120,16 +120,13 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
         "prefix": prefix_of(request, model if isinstance(model, str) else ""),
     }
     for header in ("tenant", "idempotency_key"):
-        value = options.get(header)
-        if value is not None:
+        if (value := options.get(header)) is not None:
             problems += name_problems(header, value)
             headers[header] = value
-    prefix_key = options.get("prefix_key")
-    if prefix_key is not None:
+    if (prefix_key := options.get("prefix_key")) is not None:
         problems += name_problems("prefix_key", prefix_key)
         headers["prefix"] = _digest([model, headers.get("tenant"), str(prefix_key)])
-    abandon_after = plain(options.get("abandon_after"))
-    if abandon_after is not None:
+    if (abandon_after := plain(options.get("abandon_after"))) is not None:
         if not is_abandon_after(abandon_after):
             limits = f"{SHORTEST_SECONDS} to {LONGEST_SECONDS}"
             problems.append(f"abandon_after must be a number of seconds from {limits}, not {shown(abandon_after)}")

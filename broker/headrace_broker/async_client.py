@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
-from types import TracebackType
 from typing import Any, Final, Self, Unpack
 
 from headrace_broker.call_rules import BEGINNING, check_last_ids, check_request_id, check_timeout
@@ -55,9 +54,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -83,8 +80,7 @@ class AsyncClient:
     ) -> AsyncIterator[ChunkEvent]:
         """See `Client.stream`."""
         async for event in self.events(request_id, last_id=last_id, timeout=timeout):
-            chunk = chunk_of(request_id, event)
-            if chunk is not None:
+            if (chunk := chunk_of(request_id, event)) is not None:
                 yield chunk
 
     async def events(
@@ -122,8 +118,7 @@ class AsyncClient:
                         pipe.get(key)
                         get_abandon_after(pipe, request_id)
                         meta, listener = await pipe.execute()
-                        result = read_result(request_id, meta) if isinstance(meta, bytes) else None
-                        if result is not None:
+                        if isinstance(meta, bytes) and (result := read_result(request_id, meta)) is not None:
                             return result
                         abandon_after = read_abandon_after(listener) or abandon_after
                         if abandon_after is not None:

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from headrace_broker.envelope import MAX_ID_CHARS, is_request_id
 from headrace_broker.errors import InvalidRequestError
-from headrace_broker.value_rules import is_finite, is_integer, shown
+from headrace_broker.value_rules import is_integer, is_number, shown
 
 BEGINNING: Final = "0-0"
 _ENTRY_ID: Final = re.compile(r"(\d{1,20})-(\d{1,20})", re.ASCII)
@@ -24,10 +24,7 @@ def check_request_id(request_id: object) -> str:
 
 def check_timeout(timeout: object) -> None:
     """Check that the timeout is at least 0 seconds, or None for no limit. Raises InvalidRequestError."""
-    if timeout is None:
-        return
-    is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if not (is_number and is_finite(timeout) and timeout >= 0):  # type: ignore[arg-type,operator]
+    if timeout is not None and not (is_number(timeout) and timeout >= 0):
         raise InvalidRequestError([f"timeout must be a number of seconds, at least 0, or None, not {shown(timeout)}"])
 
 
@@ -56,7 +53,7 @@ def check_last_ids(request_ids: object) -> dict[str, str]:
 
 def check_limit(limit: object) -> None:
     """Check the largest number of items to return. Raises InvalidRequestError."""
-    if not (is_integer(limit) and 1 <= limit <= _MAX_LETTERS):  # type: ignore[operator]
+    if not (is_integer(limit) and 1 <= limit <= _MAX_LETTERS):
         raise InvalidRequestError([f"limit must be an integer from 1 to {_MAX_LETTERS}, not {shown(limit)}"])
 
 

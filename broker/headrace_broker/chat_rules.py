@@ -25,8 +25,7 @@ def messages_problem(messages: object) -> str | None:
     if not 1 <= len(messages) <= MAX_MESSAGES:
         return f"messages must hold 1 to {MAX_MESSAGES} chat messages, not {len(messages)}"
     for position, message in enumerate(messages):
-        problem = _message_problem(position, message)
-        if problem:
+        if problem := _message_problem(position, message):
             return problem
     return None
 
@@ -35,8 +34,7 @@ def _message_problem(position: int, message: object) -> str | None:
     if not isinstance(message, Mapping):
         return f"messages must hold maps of role and content, not {shown(message)} at position {position}"
     given = {key: value for key, value in message.items() if value is not None}
-    unknown = [str(key)[:40] for key in given if key not in _MESSAGE_KEYS]
-    if unknown:
+    if unknown := [str(key)[:40] for key in given if key not in _MESSAGE_KEYS]:
         return f"message {position} has the unknown key {unknown[0]!r}; known are {', '.join(_MESSAGE_KEYS)}"
     problem = name_problem(f"the role of message {position}", given.get("role"))
     problem = problem or _content_problem(position, given)

@@ -1,12 +1,12 @@
 """The client for producers and subscribers. `async_client.py` has the client for asyncio."""
 
+import math
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, Final, Self, Unpack
 
 import redis
@@ -115,9 +115,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -146,14 +144,7 @@ class Client:
         request: SubmitRequest = {"prompt": prompt, "sampling_params": sampling_params, **options}
         submission = prepare(request, default_model=self._model)
         with unavailable(self.settings, "submit a request"):
-            self._require_served([submission])
-            [request_id], to_send = self._idempotency.bind([submission], self._used_ids([submission]))
-            self._require_room(to_send)
-            self._start_heartbeats(to_send)
-            with self._app.producer_pool.acquire(block=True) as producer:
-                for new in to_send:
-                    self._publish(producer, new)
-            self._idempotency.mark_sent(to_send)
+            [request_id] = self._submit([submission])
         return request_id
 
     def submit_many(self, requests: Iterable[SubmitRequest]) -> list[str]:
@@ -163,15 +154,7 @@ class Client:
         """
         submissions = prepare_all(requests, default_model=self._model)
         with unavailable(self.settings, "submit requests"):
-            self._require_served(submissions)
-            request_ids, to_send = self._idempotency.bind(submissions, self._used_ids(submissions))
-            self._require_room(to_send)
-            self._start_heartbeats(to_send)
-            with self._app.producer_pool.acquire(block=True) as producer, producer.batch(max_size=_BATCH):
-                for submission in to_send:
-                    self._publish(producer, submission)
-            self._idempotency.mark_sent(to_send)
-        return request_ids
+            return self._submit(submissions, batch_size=_BATCH)
 
     def stream(
         self, request_id: str, *, last_id: str | None = BEGINNING, timeout: float | None = None
@@ -183,8 +166,7 @@ class Client:
         for `timeout` seconds, StreamExpiredError if the stream has expired.
         """
         for event in self.events(request_id, last_id=last_id, timeout=timeout):
-            chunk = chunk_of(request_id, event)
-            if chunk is not None:
+            if (chunk := chunk_of(request_id, event)) is not None:
                 yield chunk
 
     def events(
@@ -227,8 +209,7 @@ class Client:
                     pipe.get(key)
                     get_abandon_after(pipe, request_id)
                     meta, listener = pipe.execute()
-                    result = read_result(request_id, meta) if isinstance(meta, bytes) else None
-                    if result is not None:
+                    if isinstance(meta, bytes) and (result := read_result(request_id, meta)) is not None:
                         return result
                     # a worker that hands the request back deletes the key, and the next worker sets it again
                     abandon_after = read_abandon_after(listener) or abandon_after
@@ -315,14 +296,27 @@ class Client:
         with unavailable(self.settings, "purge a queue"):
             return purge_queue(self._redis, queue_name(model), ttl_seconds=self.settings.result_ttl_seconds)
 
+    def _submit(self, submissions: Sequence[Submission], *, batch_size: int = 0) -> list[str]:
+        self._require_served(submissions)
+        request_ids, to_send = self._idempotency.bind(submissions, self._used_ids(submissions))
+        self._require_room(to_send)
+        self._start_heartbeats(to_send)
+        with (
+            self._app.producer_pool.acquire(block=True) as producer,
+            producer.batch(max_size=batch_size) if batch_size else nullcontext(),
+        ):
+            for submission in to_send:
+                self._publish(producer, submission)
+        self._idempotency.mark_sent(to_send)
+        return request_ids
+
     def _require_served(self, submissions: Iterable[Submission]) -> None:
         asked = {submission.model for submission in submissions}
         if not self._check_model or asked <= self._served:
             return
         known = known_models(self._redis).keys()
-        for model in sorted(asked - known):
-            if known:
-                raise UnknownModelError(model, known)
+        if known and (unknown := sorted(asked - known)):
+            raise UnknownModelError(unknown[0], known)
         self._served.update(known)
 
     def _used_ids(self, submissions: Iterable[Submission]) -> set[str]:
@@ -339,22 +333,19 @@ class Client:
             found = pipe.execute(raise_on_error=False)
         return {request_id for request_id, count in zip(given, found, strict=True) if isinstance(count, int) and count}
 
-    def _require_room(self, submissions: Iterable[Submission]) -> None:
+    def _require_room(self, submissions: Sequence[Submission]) -> None:
         """Raise QueueFullError if they do not fit. Clients that submit at the same time can together exceed a limit."""
-        submissions = list(submissions)
         limit, quota = self.settings.max_queued_requests, self.settings.max_queued_requests_per_tenant
         if limit:
             for model, count in Counter(submission.model for submission in submissions).items():
                 backlog = read_backlog(self._redis, queue_name(model))
-                excess = backlog.num_queued + count - limit
-                if excess > 0:
+                if (excess := backlog.num_queued + count - limit) > 0:
                     raise QueueFullError(model, backlog.num_queued, limit, retry_after(backlog, excess))
         if quota:
             tenants = Counter((submission.model, submission.headers.get("tenant", "")) for submission in submissions)
             for (model, tenant), count in tenants.items():
                 level = read_tenant_level(self._redis, queue_name(model), tenant, of_interest=quota - count + 1)
-                excess = level.num_queued + count - quota
-                if excess > 0:
+                if (excess := level.num_queued + count - quota) > 0:
                     raise TenantQueueFullError(model, tenant, level.num_queued, quota, retry_after(level, excess))
 
     def _start_heartbeats(self, submissions: Iterable[Submission]) -> None:
@@ -392,12 +383,8 @@ class Client:
 
 def wait_seconds(deadline: float | None, abandon_after: float | None) -> float:
     """Return the seconds that one wait for a result may take; 0 or less after the deadline (monotonic time)."""
-    waits = [BLOCK_SECONDS]
-    if deadline is not None:
-        waits.append(deadline - time.monotonic())
-    if abandon_after is not None:
-        waits.append(heartbeat_interval(abandon_after))
-    return min(waits)
+    left = math.inf if deadline is None else deadline - time.monotonic()
+    return min(BLOCK_SECONDS, left, math.inf if abandon_after is None else heartbeat_interval(abandon_after))
 
 
 def as_settings(broker: str | BrokerSettings | None) -> BrokerSettings:

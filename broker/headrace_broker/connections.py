@@ -53,7 +53,8 @@ def connect_async(url: str, *, retries: int = 0) -> "redis.asyncio.Redis":
     else:
         retry = AsyncRetry(_backoff(), retries)
         pool = redis.asyncio.ConnectionPool.from_url(server.text, retry=retry, **_options(server))
-    pool.connection_class = _packed_by_hiredis(pool.connection_class)
+    kind: Any = pool.connection_class
+    pool.connection_class = type(kind.__name__, (_HiredisPacking, kind), {})
     return redis.asyncio.Redis.from_pool(pool)
 
 
@@ -62,10 +63,6 @@ class _HiredisPacking:
 
     def pack_command(self, name: str | bytes, *args: str | bytes | float) -> list[bytes]:
         return [hiredis.pack_command((*name.split(), *args))]  # a command's name may have two words
-
-
-def _packed_by_hiredis(kind: type[Any]) -> type[Any]:
-    return type(kind.__name__, (_HiredisPacking, kind), {})
 
 
 def _master(server: ServerUrl) -> tuple[Sequence[tuple[str, int]], str, Mapping[str, Any]]:

@@ -4,9 +4,10 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import msgpack
+import redis
 
 from headrace_broker.content import answer_type, shown_encoding, shown_type
 from headrace_broker.envelope import content_digest, legible_envelope, request_id_of
@@ -22,9 +23,6 @@ from headrace_broker.keys import (
 from headrace_broker.reasons import DeadLetterReason, ErrorCode
 from headrace_broker.results import ErrorInfo
 from headrace_broker.scripts import script
-
-if TYPE_CHECKING:
-    import redis
 
 _REQUEUE: Final = script("tenant_prelude", "stream_prelude", "dead_requeue")
 _DUPLICATES: Final = (DeadLetterReason.DUPLICATE, DeadLetterReason.DUPLICATE_ID)

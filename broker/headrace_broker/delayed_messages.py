@@ -1,13 +1,12 @@
 """Reads the delayed messages of a queue: they are not due yet, and no worker holds them."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import redis
 
 from headrace_broker.envelope import open_envelope
 from headrace_broker.keys import LEASE_BODIES_KEY, delayed_key, queue_lists
-
-if TYPE_CHECKING:
-    import redis
 
 _LARGEST: Final = 64 * 1024
 """Bytes; larger messages are not read, as there may be very many of them."""

@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Literal, Self
 
 import redis
@@ -104,9 +103,7 @@ class EmbeddedServer:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:
@@ -153,7 +150,7 @@ class EmbeddedServer:
         assert self._folder is not None
         log = self._folder / "server.log"
         config = self._folder / "server.conf"  # holds the password: every user of the machine can read arguments
-        with open(config, "w", opener=_private) as file:
+        with open(config, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             file.write(f"requirepass {self._password}\n" if self._password else "")
         command = [program, str(config), "--port", str(port), "--bind", "127.0.0.1", "--protected-mode", "yes"]
         command += ["--dir", str(self._folder), "--logfile", str(log), "--daemonize", "no"]
@@ -215,10 +212,6 @@ def free_port() -> int:
         with contextlib.suppress(OSError), socket.socket() as probe:  # if it is taken, another number is tried
             probe.bind(("127.0.0.1", _DRAW.choice(_PORTS)))
             return int(probe.getsockname()[1])
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _await_answer(process: "subprocess.Popen[bytes]", url: str) -> None:

@@ -4,12 +4,11 @@ Without this, a request that kills engines would start with a count of zero at e
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+import redis
 
 from headrace_broker.keys import ENGINE_LOSSES_SECONDS, engine_losses_key
-
-if TYPE_CHECKING:
-    import redis
 
 
 class EngineLosses:

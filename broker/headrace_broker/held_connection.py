@@ -5,13 +5,11 @@ Taking a connection from redis-py's pool for each call and returning it costs mo
 
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import redis
+from redis.commands.core import Script
 from redis.exceptions import NoScriptError
-
-if TYPE_CHECKING:
-    import redis
-    from redis.commands.core import Script
 
 HELD_SECONDS: Final = 1.0
 """How long a connection is kept. The pool then checks whether the server has closed it, and reconnects. Until then, a
@@ -30,7 +28,9 @@ class HeldConnection:
     def run(self, script: "Script", args: Sequence[str | int | bytes]) -> Any:
         """Run the script without keys and return its reply. Redis's errors pass through; nothing is retried."""
         if self._connection is None or self._clock() >= self._held_until:
-            self._exchange()
+            self._release()
+            self._connection = self._pool.get_connection()
+            self._held_until = self._clock() + HELD_SECONDS
         try:
             self._connection.send_command("EVALSHA", script.sha, 0, *args)
             return self._connection.read_response()
@@ -40,11 +40,6 @@ class HeldConnection:
             self._connection.disconnect()  # or the next call could read the reply to this one
             self._release()
             raise
-
-    def _exchange(self) -> None:
-        self._release()
-        self._connection = self._pool.get_connection()
-        self._held_until = self._clock() + HELD_SECONDS
 
     def _release(self) -> None:
         connection, self._connection = self._connection, None

@@ -8,15 +8,14 @@ import hashlib
 import json
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import redis
 
 from headrace_broker.errors import InvalidRequestError, UsedRequestIdError
 from headrace_broker.keys import IDEMPOTENCY_SECONDS, idempotency_key
 from headrace_broker.scripts import script
 from headrace_broker.submission import Submission
-
-if TYPE_CHECKING:
-    import redis
 
 _CLAIM: Final = script("idempotency_claim")
 
@@ -41,9 +40,10 @@ class IdempotencyKeys:
         to_send: list[Submission] = []
         bound: set[str] = set()
         for submission in submissions:
-            if submission.request_id in used_ids and not self._is_known(submission):
+            has_key = "idempotency_key" in submission.headers
+            if submission.request_id in used_ids and not (has_key and self._client.exists(_redis_key(submission))):
                 raise UsedRequestIdError(submission.request_id)
-            if "idempotency_key" not in submission.headers:
+            if not has_key:
                 request_ids.append(submission.request_id)
                 to_send.append(submission)
                 continue
@@ -63,11 +63,9 @@ class IdempotencyKeys:
                     pipe.hset(name, "sent", "1")
                 pipe.execute()
 
-    def _is_known(self, submission: Submission) -> bool:
-        return "idempotency_key" in submission.headers and bool(self._client.exists(_redis_key(submission)))
-
     def _bind(self, submission: Submission) -> tuple[str, bool]:
-        fingerprint = _fingerprint(submission)
+        content = json.dumps(submission.request.to_kwargs(), sort_keys=True)
+        fingerprint = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
         args: list[str | int] = [submission.request_id, fingerprint, IDEMPOTENCY_SECONDS]
         known: Any = self._claim(keys=_CLAIM.keys(idempotency=_redis_key(submission)), args=args)
         request_id, known_fingerprint, sent = (value.decode() for value in known)
@@ -85,8 +83,3 @@ def _redis_key(submission: Submission) -> str:
     parts = [submission.model, submission.headers.get("tenant"), submission.headers["idempotency_key"]]
     tenant = submission.headers.get("tenant", "")
     return idempotency_key(tenant, hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest())
-
-
-def _fingerprint(submission: Submission) -> str:
-    content = json.dumps(submission.request.to_kwargs(), sort_keys=True)
-    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()

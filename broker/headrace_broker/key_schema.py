@@ -57,9 +57,6 @@ class KeySchema:
     def __iter__(self) -> Iterator[RedisKey]:
         return iter(self._keys.values())
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._keys
-
     def __getitem__(self, name: str) -> RedisKey:
         return self._keys[name]
 

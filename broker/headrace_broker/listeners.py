@@ -6,13 +6,13 @@ key's remaining life tells the time since the last heartbeat, by Redis's clock a
 """
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import redis
 
 from headrace_broker.keys import LISTENER_SECONDS, ended_key, listener_key
 from headrace_broker.scripts import script
-
-if TYPE_CHECKING:
-    import redis
+from headrace_broker.value_rules import is_number
 
 SHORTEST_SECONDS: Final = 1
 LONGEST_SECONDS: Final = 3600
@@ -21,9 +21,7 @@ _FORGET: Final = script("listeners_forget")
 
 def is_abandon_after(value: object) -> bool:
     """Return whether the value is a valid number of seconds for `abandon_after`."""
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and SHORTEST_SECONDS <= value <= LONGEST_SECONDS
-    )
+    return is_number(value) and SHORTEST_SECONDS <= value <= LONGEST_SECONDS
 
 
 def start_heartbeats(pipe: Any, request_id: str, abandon_after: float) -> None:

@@ -62,8 +62,7 @@ class GenerateRequest:
         if not isinstance(kwargs, Mapping):
             raise InvalidRequestError([f"the request must be a map, not {shown(kwargs)}"])
         given = {key: plain(value) for key, value in kwargs.items() if value is not None}
-        problems = _request_problems(given)
-        if problems:
+        if problems := _request_problems(given):
             raise InvalidRequestError(problems)
         return cls(
             prompt=given.get("prompt"),
@@ -82,14 +81,9 @@ class GenerateRequest:
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the task's keyword arguments. `parse` converts them to an equal request."""
-        kwargs: dict[str, Any] = {}
-        for key in (*_PROMPT_KEYS, *CHAT_OPTIONS, "model", "lora"):
-            value = getattr(self, key)
-            if value is not None:
-                kwargs[key] = value
-        if self.sampling_params:
-            kwargs["sampling_params"] = self.sampling_params
-        return kwargs
+        keys = (*_PROMPT_KEYS, *CHAT_OPTIONS, "model", "lora")
+        kwargs = {key: value for key in keys if (value := getattr(self, key)) is not None}
+        return kwargs | ({"sampling_params": self.sampling_params} if self.sampling_params else {})
 
 
 def _request_problems(given: Mapping[str, Any]) -> list[str]:

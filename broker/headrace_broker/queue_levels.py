@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
+
+import redis
 
 from headrace_broker.keys import (
     PRIORITY_SEPARATOR,
@@ -22,9 +24,6 @@ from headrace_broker.keys import (
     waiting_key,
 )
 from headrace_broker.scripts import script
-
-if TYPE_CHECKING:
-    import redis
 
 _LEVELS: Final = script("key_checks", "queue_levels")
 _WRONG_KEYS: Final = script("key_checks", "wrong_keys")
@@ -116,7 +115,8 @@ class QueueLevelReader:
             of_lists = counts[position * len(PRIORITY_STEPS) : (position + 1) * len(PRIORITY_STEPS)]
             arrived, is_sorted, held, delayed, run_out, *enqueue_times, marks, since = zip(*of_lists, strict=True)
             seen = [self._seen(name, mark, float(now)) for name, mark in zip(queue_lists(queue), marks, strict=True)]
-            age, clock = _oldest_age(float(now), chain.from_iterable(enqueue_times), [*seen, *map(_seconds, since)])
+            seen += [int(microseconds) / 1e6 if microseconds else None for microseconds in since]
+            age, clock = _oldest_age(float(now), chain.from_iterable(enqueue_times), seen)
             levels[queue] = QueueLevels(
                 ready=dict(zip(PRIORITY_STEPS, map(sum, zip(arrived, is_sorted, strict=True)), strict=True)),
                 leased=sum(held) + sum(delayed),
@@ -154,7 +154,8 @@ class QueueLevelReader:
             reply: Any = self._client.eval_ro(_DEAD_LEVELS.text, 0, str(num_counted))
             counted, num_bytes, dead = reply
             for name, reason, count in zip(dead[0::3], dead[1::3], dead[2::3], strict=True):
-                by_queue.setdefault(_queue_of(name), Counter())[reason.decode(errors="replace")] += count
+                queue = name.decode(errors="replace").partition(PRIORITY_SEPARATOR)[0]
+                by_queue.setdefault(queue, Counter())[reason.decode(errors="replace")] += count
             is_more, num_counted, bytes_read = counted > num_counted, counted, bytes_read + num_bytes
         return by_queue
 
@@ -202,10 +203,6 @@ def read_tenants(client: "redis.Redis", queue: str) -> dict[str, int]:
     return {tenant.decode(errors="replace"): int(count) for tenant, count in found}
 
 
-def _queue_of(list_name: bytes) -> str:
-    return list_name.decode(errors="replace").partition(PRIORITY_SEPARATOR)[0]
-
-
 def _oldest_age(
     now: float, enqueue_times: Iterable[bytes], since: Iterable[float | None]
 ) -> tuple[float | None, Literal["producer", "redis"] | None]:
@@ -218,10 +215,6 @@ def _oldest_age(
             continue
     ages += [(max(0.0, now - moment), "redis") for moment in since if moment is not None]
     return max(ages, default=(None, None), key=lambda age: age[0])
-
-
-def _seconds(microseconds: bytes) -> float | None:
-    return int(microseconds) / 1e6 if microseconds else None
 
 
 def retry_after(levels: "QueueLevels | Backlog", excess: int) -> float | None:

@@ -7,7 +7,9 @@ midway loses nothing: its messages return to the queue, and a worker answers the
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import redis
 
 from headrace_broker.content import answer_type, dumps_result
 from headrace_broker.dead_letters import DeadLetter
@@ -18,9 +20,6 @@ from headrace_broker.queue_levels import QueueLevelReader
 from headrace_broker.reasons import DeadLetterReason, ErrorCode
 from headrace_broker.results import ErrorInfo, GenerateResult
 from headrace_broker.streams import Ending, StreamWriter
-
-if TYPE_CHECKING:
-    import redis
 
 _AT_ONCE: Final = 100
 _LEASE_SECONDS: Final = 60.0

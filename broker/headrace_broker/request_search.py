@@ -5,21 +5,12 @@ The search reads all waiting messages, so it is for an operator's question and n
 
 import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from headrace_broker.keys import (
-    delayed_key,
-    ended_key,
-    held_key,
-    queue_lists,
-    result_key,
-    sorted_ids_key,
-    stream_key,
-)
+import redis
+
+from headrace_broker.keys import delayed_key, ended_key, held_key, queue_lists, result_key, sorted_ids_key, stream_key
 from headrace_broker.scripts import script
-
-if TYPE_CHECKING:
-    import redis
 
 _FIND: Final = script("queue_find")
 

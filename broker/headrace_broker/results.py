@@ -1,9 +1,10 @@
 """The final result of a request as Celery's result backend stores it: a public contract. `events.py` has chunks."""
 
 import builtins
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 from headrace_broker.errors import MalformedEntryError
 
@@ -55,15 +56,11 @@ class Usage:
     completion_tokens: int
 
     def to_wire(self) -> dict[str, int]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "completion_tokens": self.completion_tokens,
-        }
+        return asdict(self)
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Self:
-        with _Decoding("usage"):
+        with _decoding("usage"):
             return cls(int(wire["prompt_tokens"]), int(wire["cached_tokens"]), int(wire["completion_tokens"]))
 
 
@@ -79,7 +76,7 @@ class ErrorInfo:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Self:
-        with _Decoding("error"):
+        with _decoding("error"):
             return cls(str(wire["code"]), str(wire["message"]))
 
 
@@ -106,7 +103,7 @@ class CompletionOutput:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Self:
-        with _Decoding("output"):
+        with _decoding("output"):
             return cls(
                 index=int(wire["index"]),
                 text=wire["text"],
@@ -130,7 +127,7 @@ class GenerateResult:
     def to_wire(self) -> dict[str, Any]:
         return {
             "request_id": self.request_id,
-            "prompt_logprobs": prompt_logprobs_to_wire(self.prompt_logprobs),
+            "prompt_logprobs": logprobs_to_wire(self.prompt_logprobs),
             "outputs": [output.to_wire() for output in self.outputs],
             "usage": self.usage.to_wire() if self.usage else None,
             "error": self.error.to_wire() if self.error else None,
@@ -138,7 +135,7 @@ class GenerateResult:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Self:
-        with _Decoding("result"):
+        with _decoding("result"):
             return cls(
                 request_id=str(wire["request_id"]),
                 outputs=[CompletionOutput.from_wire(output) for output in wire["outputs"]],
@@ -150,10 +147,6 @@ class GenerateResult:
             )
 
 
-def logprobs_to_wire(logprobs: TokenLogprobs | None) -> list[list[list[Any]]] | None:
-    return None if logprobs is None else [[list(candidate) for candidate in position] for position in logprobs]
-
-
 def logprobs_from_wire(
     wire: Sequence[Sequence[Sequence[Any]]] | None, wire_bytes: Sequence[Any] | None = None
 ) -> TokenLogprobs | None:
@@ -162,7 +155,7 @@ def logprobs_from_wire(
     return [_candidates(*position) for position in zip(wire, wire_bytes or [None] * len(wire), strict=True)]
 
 
-def prompt_logprobs_to_wire(logprobs: PromptLogprobs | None) -> list[list[list[Any]] | None] | None:
+def logprobs_to_wire(logprobs: Sequence[Sequence[Logprob] | None] | None) -> list[list[list[Any]] | None] | None:
     if logprobs is None:
         return None
     return [None if entry is None else [list(candidate) for candidate in entry] for entry in logprobs]
@@ -195,15 +188,12 @@ def _candidates(wire: Sequence[Sequence[Any]], own_bytes: Sequence[Any] | None) 
     return [Logprob(*[*candidate, None if data is None else bytes(data)]) for candidate, data in pairs]
 
 
-class _Decoding:
-    """A context manager that converts errors of reading a map to a MalformedEntryError that names the map."""
-
-    def __init__(self, noun: str) -> None:
-        self._noun: Final = noun
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, (KeyError, TypeError, ValueError)) and not isinstance(error, MalformedEntryError):
-            raise MalformedEntryError(f"malformed {self._noun} on the wire: {type(error).__name__}: {error}") from error
+@contextmanager
+def _decoding(noun: str) -> Iterator[None]:
+    """Convert errors of reading a map to a MalformedEntryError that names the map."""
+    try:
+        yield
+    except MalformedEntryError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise MalformedEntryError(f"malformed {noun} on the wire: {type(error).__name__}: {error}") from error

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
 from headrace_broker.structured_rules import structured_outputs_problem
-from headrace_broker.value_rules import data_problem, is_finite, is_integer, is_unicode, shown
+from headrace_broker.value_rules import data_problem, is_integer, is_number, is_unicode, shown
 
 MAX_STOP_STRINGS: Final = 16
 MAX_STOP_CHARS: Final = 256
@@ -44,8 +44,7 @@ def _integer(low: int, high: int) -> Rule:
 
 def _number(low: float, high: float = math.inf, *, above: bool = False) -> Rule:
     def rule(value: Any) -> str | None:
-        number = is_integer(value) or isinstance(value, float)
-        if number and is_finite(value) and value <= high and (value > low if above else value >= low):
+        if is_number(value) and value <= high and (value > low if above else value >= low):
             return None
         lower = f"above {low:g}" if above else f"at least {low:g}"
         upper = f" and at most {high:g}" if math.isfinite(high) else " and finite"
@@ -95,8 +94,7 @@ def _logit_bias(value: Any) -> str | None:
         token_id = int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 10 else key
         if not is_integer(token_id) or not 0 <= token_id <= MAX_TOKEN_ID:
             return f"must have token ids from 0 to {MAX_TOKEN_ID} as keys, as numbers or in digits, not {shown(key)}"
-        number = is_integer(bias) or isinstance(bias, float)
-        if not number or not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
+        if not is_number(bias) or not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
             return f"must be from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS} for token {token_id}, not {shown(bias)}"
     return None
 
@@ -114,8 +112,7 @@ def _repetition_detection(value: Any) -> str | None:
     for name, number in value.items():
         if name not in _PATTERN_RULES:
             return f"must hold only {', '.join(_PATTERN_RULES)}, not {str(name)[:40]!r}"
-        complaint = _PATTERN_RULES[name](number)
-        if complaint:
+        if complaint := _PATTERN_RULES[name](number):
             return f"must hold a {name} that {complaint}"
     longest, shortest = value.get("max_pattern_size", 0), value.get("min_pattern_size", 0)
     if shortest > longest:
@@ -179,8 +176,7 @@ def sampling_problems(params: Mapping[str, Any]) -> list[str]:
     params = {name: value for name, value in params.items() if value is not None}
     problems = [f"unknown sampling parameter {str(name)[:40]!r}" for name in params if name not in SAMPLING_RULES]
     for name, value in params.items():
-        complaint = SAMPLING_RULES[name](value) if name in SAMPLING_RULES else None
-        if complaint:
+        if name in SAMPLING_RULES and (complaint := SAMPLING_RULES[name](value)):
             problems.append(f"{name} {complaint}")
     if problems:
         return problems

@@ -2,8 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import redis.asyncio.sentinel
 import redis.sentinel
@@ -18,8 +18,6 @@ master is down, and some more to agree."""
 # A client skips a Sentinel that does not answer. The timeouts are short, because every connect asks it again.
 SENTINEL_TIMEOUTS: Final[dict[str, Any]] = {"socket_timeout": 1.0, "socket_connect_timeout": 1.0}
 _RETRY_FOREVER: Final = -1
-
-T = TypeVar("T")
 
 
 def master_pool(
@@ -115,42 +113,24 @@ class AsyncMasterPool(redis.asyncio.sentinel.SentinelConnectionPool):
             await asyncio.gather(*(sentinel.aclose() for sentinel in self.sentinel_manager.sentinels))
 
 
-class FailoverRetry(Retry):
+class _UntilFailover:
     """Retries for FAILOVER_SECONDS, with no limit on attempts, even if redis-py nests its retries."""
 
     def __init__(self) -> None:
-        super().__init__(_backoff(), _RETRY_FOREVER)
+        super().__init__(ExponentialBackoff(cap=0.5, base=0.05), _RETRY_FOREVER)  # type: ignore[call-arg]
 
-    def call_with_retry(
-        self,
-        do: Callable[[], T],
-        fail: Callable[..., Any],
-        is_retryable: Callable[[Exception], bool] | None = None,
-        with_failure_count: bool = False,
-    ) -> T:
-        return super().call_with_retry(do, fail, _until(FAILOVER_SECONDS, is_retryable), with_failure_count)
+    def call_with_retry(self, do: Any, fail: Any, is_retryable: Any = None, with_failure_count: bool = False) -> Any:
+        deadline = time.monotonic() + FAILOVER_SECONDS
 
+        def is_in_time(error: Exception) -> bool:
+            return time.monotonic() < deadline and (is_retryable is None or is_retryable(error))
 
-class AsyncFailoverRetry(AsyncRetry):
-    """`FailoverRetry` for asyncio."""
-
-    def __init__(self) -> None:
-        super().__init__(_backoff(), _RETRY_FOREVER)
-
-    async def call_with_retry(
-        self,
-        do: Callable[[], Awaitable[T]],
-        fail: Callable[..., Any],
-        is_retryable: Callable[[Exception], bool] | None = None,
-        with_failure_count: bool = False,
-    ) -> T:
-        return await super().call_with_retry(do, fail, _until(FAILOVER_SECONDS, is_retryable), with_failure_count)
+        return super().call_with_retry(do, fail, is_in_time, with_failure_count)  # type: ignore[misc]
 
 
-def _backoff() -> ExponentialBackoff:
-    return ExponentialBackoff(cap=0.5, base=0.05)
+class FailoverRetry(_UntilFailover, Retry):
+    """For clients of threads."""
 
 
-def _until(seconds: float, is_retryable: Callable[[Exception], bool] | None) -> Callable[[Exception], bool]:
-    deadline = time.monotonic() + seconds
-    return lambda error: time.monotonic() < deadline and (is_retryable is None or is_retryable(error))
+class AsyncFailoverRetry(_UntilFailover, AsyncRetry):
+    """For clients of asyncio."""

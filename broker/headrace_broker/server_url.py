@@ -89,8 +89,7 @@ class ServerUrl:
         db = _database(path.lstrip("/") or options.get("db", ""))
         if options.pop("db", str(db)) != str(db):
             raise SettingsError(f"redis_url names two databases: {db} in its path and another in its option db")
-        _check_known(options, _SERVER_OPTIONS)
-        _check_tls(options, tls=scheme == "rediss")
+        _check_options(options, _SERVER_OPTIONS, tls=scheme == "rediss")
         text = urlunsplit((scheme, netloc, f"/{db}", urlencode(options), ""))
         username, password = _credentials(netloc)
         return cls(text, "tcp", scheme == "rediss", (), "", db, username, password, options)
@@ -100,8 +99,7 @@ class ServerUrl:
         if netloc.rpartition("@")[2] or path in ("", "/"):
             raise SettingsError("redis_url must name its socket by an absolute path, such as unix:///run/redis.sock")
         db = _database(options.pop("virtual_host", "") or options.pop("db", ""))
-        _check_known(options, _SERVER_OPTIONS)
-        _check_tls(options, tls=False)
+        _check_options(options, _SERVER_OPTIONS, tls=False)
         text = urlunsplit(("unix", netloc, path, urlencode({"db": db, **options}), ""))
         username, password = _credentials(netloc)
         # urlunsplit drops the slashes of an empty host
@@ -117,8 +115,7 @@ class ServerUrl:
             raise SettingsError(
                 f"redis_url must name the master that its Sentinels watch: {scheme}://.../0?master=name"
             )
-        _check_known(options, _SENTINEL_OPTIONS)
-        _check_tls(options, tls=tls)
+        _check_options(options, _SENTINEL_OPTIONS, tls=tls)
         username, password = _credentials(netloc)
         text = urlunsplit((scheme, netloc, f"/{db}", urlencode(options), ""))
         return cls(text, "sentinel", tls, hosts, "", db, username, password, options)
@@ -186,25 +183,22 @@ def _host_and_port(text: str) -> tuple[str, int]:
     return host, port or _SENTINEL_PORT
 
 
-def _check_known(options: Mapping[str, str], known: tuple[str, ...]) -> None:
-    """Refuse options that no library reads. `_check_tls` checks those of TLS."""
-    unknown = sorted(name for name in options if name not in known and not name.startswith("ssl_"))
-    if unknown:
+def _check_options(options: dict[str, str], known: tuple[str, ...], *, tls: bool) -> None:
+    """Refuse options that no library reads, and convert those of TLS to redis-py's spelling.
+
+    Its own error would not name a missing file.
+    """
+    if unknown := sorted(name for name in options if name not in known and not name.startswith("ssl_")):
         # if the password has a question mark, these may be parts of the password
         named = [name for name in unknown if _OPTION_NAME.fullmatch(name)]
         names = f": {', '.join(named)}" if named == unknown else ""
         raise SettingsError(f"redis_url has unknown options{names}; known are {', '.join((*known, *_TLS_OPTIONS))}")
-
-
-def _check_tls(options: dict[str, str], *, tls: bool) -> None:
-    """Check the TLS options and convert them to redis-py's spelling. Its own error would not name a missing file."""
     given = [name for name in options if name.startswith("ssl_")]
     if given and not tls:
         raise SettingsError(f"redis_url has {', '.join(given)}, which need TLS: rediss:// or sentinels://")
     if not tls:
         return
-    unknown = sorted(set(given) - set(_TLS_OPTIONS))
-    if unknown:
+    if unknown := sorted(set(given) - set(_TLS_OPTIONS)):
         raise SettingsError(f"redis_url has unknown TLS options {', '.join(unknown)}; known: {', '.join(_TLS_OPTIONS)}")
     reqs = options.get("ssl_cert_reqs", "required")
     options["ssl_cert_reqs"] = _CERT_REQS.get(reqs, reqs)

@@ -11,9 +11,7 @@ from headrace_broker.server_url import ServerUrl
 
 DEFAULT_REDIS_URL: Final = "redis://127.0.0.1:6379/0"
 
-_BOOLEANS: Final = {"true": True, "1": True, "yes": True, "on": True} | dict.fromkeys(
-    ("false", "0", "no", "off"), False
-)
+_BOOLEANS: Final = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(("false", "0", "no", "off"), False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +55,7 @@ class BrokerSettings:
         values: dict[str, str | float | int] = {}
         for setting in fields(cls):
             variable = f"HEADRACE_{setting.name.upper()}"
-            text = environ.get(variable, "").strip()
-            if text:
+            if text := environ.get(variable, "").strip():
                 values[setting.name] = _parse(variable, text, type(setting.default))
         return cls(**values)  # type: ignore[arg-type]  # _parse gave each its field's own type
 

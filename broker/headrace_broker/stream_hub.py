@@ -9,23 +9,17 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
+
+import redis.asyncio
 
 from headrace_broker.call_rules import BEGINNING, check_last_ids
 from headrace_broker.connections import CONNECTION_ERRORS, REDIS_ERRORS
-from headrace_broker.errors import (
-    HeadraceBrokerError,
-    MalformedEntryError,
-    StreamExpiredError,
-    TooManySubscribersError,
-)
+from headrace_broker.errors import HeadraceBrokerError, MalformedEntryError, StreamExpiredError, TooManySubscribersError
 from headrace_broker.events import EndEvent, StreamEvent
 from headrace_broker.keys import HUB_SECONDS, hub_key
 from headrace_broker.listeners import SHORTEST_SECONDS, heartbeat_interval, send_heartbeat
 from headrace_broker.subscriber import Readers, execute_async
-
-if TYPE_CHECKING:
-    import redis.asyncio
 
 _MAX_WAITING: Final = 512
 """Limit for the events that wait for one subscriber. At the limit its streams are not read until it takes them."""
@@ -233,7 +227,10 @@ class StreamHub:
 
     async def _read(self) -> None:
         replies = await execute_async(self._client, self._readers.commands())
-        self._update_wake_id(replies)
+        for reply in replies:
+            for key, entries in reply or ():
+                if key == self._key.encode():
+                    self._readers.wake = (self._key, entries[-1][0].decode())
         for request_id, event in self._readers.received(replies):
             self._hand_over(request_id, event)
         if self._readers.needs_checks():
@@ -243,13 +240,6 @@ class StreamHub:
             for request_id, expired in self._readers.checked(answers):
                 self._hand_over(request_id, expired)
 
-    def _update_wake_id(self, replies: list[Any]) -> None:
-        for reply in replies:
-            for key, entries in reply or ():
-                if key == self._key.encode():
-                    self._readers.wake = (self._key, entries[-1][0].decode())
-
     def _hand_over(self, request_id: str, event: StreamEvent | StreamExpiredError) -> None:
-        subscription = self._subscriptions.get(request_id)
-        if subscription is not None:
+        if (subscription := self._subscriptions.get(request_id)) is not None:
             subscription.put(request_id, event)

@@ -8,27 +8,18 @@ tokens than its successor.
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
+from typing import Any, Final, Literal, Self, TypeAlias
 
 import msgpack
+import redis
 
 from headrace_broker.connections import REDIS_ERRORS
 from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, StreamEvent, pack, read_entry, read_flat_entry
 from headrace_broker.held_connection import HeldConnection
-from headrace_broker.keys import (
-    ENDED_SECONDS,
-    HANDED_BACK_SECONDS,
-    PROBE_KEY,
-    ended_key,
-    engine_losses_key,
-    stream_key,
-)
+from headrace_broker.keys import ENDED_SECONDS, HANDED_BACK_SECONDS, PROBE_KEY, ended_key, engine_losses_key, stream_key
 from headrace_broker.model_identity import ModelIdentity
 from headrace_broker.results import ErrorInfo, PromptLogprobs, TokenLogprobs, Usage, logprob_bytes_to_wire
 from headrace_broker.scripts import script
-
-if TYPE_CHECKING:
-    import redis
 
 END_STREAM: Final = script("stream_prelude", "stream_end")
 _CLAIM: Final = script("stream_prelude", "stream_claim")
@@ -227,21 +218,17 @@ class StreamWriter:
         `content` is the digest of the message. A stream that belongs to a message of other content is not changed
         either.
         """
-        start: dict[str, Any] = {"worker": worker_name}
-        if content is not None:
-            start["content"] = content
-        if traceparent is not None:
-            start["traceparent"] = traceparent
-        if abandon_after is not None:
-            start["abandon_after"] = abandon_after
-        if model is not None:
-            start |= model.to_wire()
-        if prompt_tokens is not None:
-            start["prompt_tokens"] = prompt_tokens
-        if prompt_tail is not None:
-            start["prompt_tail"] = prompt_tail
-        if draws is not None:
-            start["draws"] = draws
+        given = {
+            "worker": worker_name,
+            "content": content,
+            "traceparent": traceparent,
+            "abandon_after": abandon_after,
+            **(model.to_wire() if model is not None else {}),
+            "prompt_tokens": prompt_tokens,
+            "prompt_tail": prompt_tail,
+            "draws": draws,
+        }
+        start = {name: value for name, value in given.items() if value is not None}
         keys = _CLAIM.keys(
             stream=stream_key(request_id), engine_losses=engine_losses_key(request_id), ended=ended_key(request_id)
         )

@@ -18,8 +18,7 @@ def structured_outputs_problem(value: Any) -> str | None:
     if not isinstance(value, Mapping):
         return f"must be a map, not {shown(value)}"
     given = {str(name): held for name, held in value.items() if held is not None}
-    unknown = [name for name in given if name not in (*_CONSTRAINTS, *_WHITESPACE)]
-    if unknown:
+    if unknown := [name for name in given if name not in (*_CONSTRAINTS, *_WHITESPACE)]:
         return f"must not hold {unknown[0][:40]!r}, which is not supported"
     constraints = [name for name in _CONSTRAINTS if name in given]
     if len(constraints) != 1:

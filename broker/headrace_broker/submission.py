@@ -22,7 +22,7 @@ from headrace_broker.reasons import ErrorCode
 from headrace_broker.results import ErrorInfo, GenerateResult
 from headrace_broker.scripts import script
 from headrace_broker.streams import END_STREAM, end_data
-from headrace_broker.value_rules import is_finite, is_integer, plain, shown
+from headrace_broker.value_rules import is_integer, is_number, plain, shown
 
 LOWEST_PRIORITY: Final = 9
 STREAM_STATUS: Final = script("stream_prelude", "stream_status")
@@ -120,16 +120,13 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
         "prefix": prefix_of(request, model if isinstance(model, str) else ""),
     }
     for header in ("tenant", "idempotency_key"):
-        value = options.get(header)
-        if value is not None:
+        if (value := options.get(header)) is not None:
             problems += name_problems(header, value)
             headers[header] = value
-    prefix_key = options.get("prefix_key")
-    if prefix_key is not None:
+    if (prefix_key := options.get("prefix_key")) is not None:
         problems += name_problems("prefix_key", prefix_key)
         headers["prefix"] = _digest([model, headers.get("tenant"), str(prefix_key)])
-    abandon_after = plain(options.get("abandon_after"))
-    if abandon_after is not None:
+    if (abandon_after := plain(options.get("abandon_after"))) is not None:
         if not is_abandon_after(abandon_after):
             limits = f"{SHORTEST_SECONDS} to {LONGEST_SECONDS}"
             problems.append(f"abandon_after must be a number of seconds from {limits}, not {shown(abandon_after)}")
@@ -201,7 +198,7 @@ def _deadline(expires: float | datetime | None, now: float, problems: list[str])
             problems.append("expires must be seconds from now or a datetime with a time zone, not a naive datetime")
             return None
         seconds = expires.timestamp() - now
-    elif isinstance(expires, (int, float)) and not isinstance(expires, bool) and is_finite(expires):
+    elif is_number(expires):
         seconds = float(expires)
     else:
         problems.append(f"expires must be seconds from now or a datetime, not {shown(expires)}")

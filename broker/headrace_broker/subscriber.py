@@ -4,7 +4,10 @@ import math
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
+
+import redis
+import redis.asyncio
 
 from headrace_broker.call_rules import BEGINNING, check_last_id, check_timeout
 from headrace_broker.connections import BLOCK_SECONDS
@@ -12,10 +15,6 @@ from headrace_broker.errors import MalformedEntryError, ResultTimeoutError, Stre
 from headrace_broker.events import EndEvent, StartEvent, StreamEvent, read_entry, read_flat_entry
 from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.listeners import get_abandon_after, heartbeat_interval, read_abandon_after, send_heartbeat
-
-if TYPE_CHECKING:
-    import redis
-    import redis.asyncio
 
 _ENTRIES_AT_ONCE: Final = 1000
 _CHECK_COMMANDS: Final = 3
@@ -196,11 +195,11 @@ class Readers:
         readers = self._open.values()
         self._read_due_at = -math.inf  # the checks and heartbeats change the due times
         self._heartbeats = []
-        if any(reader.is_heartbeat_due(now) for reader in readers):
+        if any(now >= reader.heartbeat_at for reader in readers):
             self._heartbeats = [reader for reader in readers if reader.is_heartbeat_near(now)]
         # a read that did not block, or that ended early for a heartbeat, does not show that the streams are silent
         all_silent = self._was_empty and self._has_waited and not self._heartbeats
-        self._checking = [reader for reader in readers if all_silent or reader.is_check_due()]
+        self._checking = [reader for reader in readers if all_silent or now >= reader.check_due_at]
         return bool(self._checking or self._heartbeats)
 
     def add_checks(self, pipe: Any) -> None:
@@ -236,14 +235,14 @@ class _Reader:
         self._entry_at = self._checked_at = time.monotonic()
         self.abandon_after: float | None = None
         """The request is cancelled if it gets no heartbeat for this many seconds."""
-        self._heartbeat_at = math.inf
+        self.heartbeat_at = math.inf
         # A reader checks once before its first wait: the stream may have ended or expired, or need heartbeats.
         self._has_checked = False
 
     @property
     def read_due_at(self) -> float:
         """Monotonic time by which a read must return, for a heartbeat or because of the timeout."""
-        return self._heartbeat_at if self._timeout is None else min(self._heartbeat_at, self._entry_at + self._timeout)
+        return self.heartbeat_at if self._timeout is None else min(self.heartbeat_at, self._entry_at + self._timeout)
 
     @property
     def check_due_at(self) -> float:
@@ -275,24 +274,17 @@ class _Reader:
     def _set_abandon_after(self, abandon_after: float | None) -> None:
         if abandon_after != self.abandon_after:
             self.abandon_after = abandon_after
-            self._heartbeat_at = math.inf if abandon_after is None else time.monotonic()
-
-    def is_heartbeat_due(self, now: float) -> bool:
-        return now >= self._heartbeat_at
+            self.heartbeat_at = math.inf if abandon_after is None else time.monotonic()
 
     def is_heartbeat_near(self, now: float) -> bool:
         """Return whether its next heartbeat can be sent together with those that are due now."""
-        return self.abandon_after is not None and now >= self._heartbeat_at - heartbeat_interval(self.abandon_after) / 2
+        return self.abandon_after is not None and now >= self.heartbeat_at - heartbeat_interval(self.abandon_after) / 2
 
     def send_heartbeat(self, pipe: Any) -> None:
         """Add a heartbeat to a pipeline, if the request needs one."""
         if self.abandon_after is not None:
-            self._heartbeat_at = time.monotonic() + heartbeat_interval(self.abandon_after)
+            self.heartbeat_at = time.monotonic() + heartbeat_interval(self.abandon_after)
             send_heartbeat(pipe, self.request_id)
-
-    def is_check_due(self) -> bool:
-        """Return whether it was never checked, or was silent for long while other streams of the same read were not."""
-        return time.monotonic() >= self.check_due_at
 
     def add_check(self, pipe: Any) -> None:
         """Add a check to a pipeline. It reads the end mark before the stream: an ended request gets no new stream."""

@@ -13,18 +13,17 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 from weakref import WeakValueDictionary
+
+import redis
+import redis.asyncio
 
 from headrace_broker.connections import BLOCK_SECONDS
 from headrace_broker.errors import TokenizerCallError
 from headrace_broker.events import pack, unpack
 from headrace_broker.keys import TOKENIZER_SECONDS, tokenizer_answer_key, tokenizer_calls_key
 from headrace_broker.scripts import script
-
-if TYPE_CHECKING:
-    import redis
-    import redis.asyncio
 
 TokenizerCallKind: TypeAlias = Literal["count", "tokenize", "detokenize"]
 KINDS: Final[tuple[TokenizerCallKind, ...]] = get_args(TokenizerCallKind)

@@ -111,7 +111,20 @@ class ReceiveSpan:
     def record(self, event: StreamEvent) -> None:
         """Record an entry that has arrived."""
         if isinstance(event, StartEvent):
-            self._start(event)
+            self.close()  # another worker continues the request
+            if self._tracer is not None and event.traceparent is not None:
+                self._chunks = 0
+                self._span = self._tracer.start_span(
+                    "receive stream",
+                    context=context_of({"traceparent": event.traceparent}),
+                    kind=SpanKind.CONSUMER,
+                    attributes={
+                        "messaging.system": "redis",
+                        "messaging.operation.type": "receive",
+                        "messaging.message.id": self._request_id,
+                        "headrace.attempt": event.attempt,
+                    },
+                )
         elif self._span is None:
             return
         elif isinstance(event, ChunkEvent):
@@ -131,20 +144,3 @@ class ReceiveSpan:
             self._span.set_attribute("headrace.stream.chunks", self._chunks)
             self._span.end()
             self._span = None
-
-    def _start(self, event: StartEvent) -> None:
-        self.close()  # another worker continues the request
-        if self._tracer is None or event.traceparent is None:
-            return
-        self._chunks = 0
-        self._span = self._tracer.start_span(
-            "receive stream",
-            context=context_of({"traceparent": event.traceparent}),
-            kind=SpanKind.CONSUMER,
-            attributes={
-                "messaging.system": "redis",
-                "messaging.operation.type": "receive",
-                "messaging.message.id": self._request_id,
-                "headrace.attempt": event.attempt,
-            },
-        )

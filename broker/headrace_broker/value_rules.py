@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 MAX_DEPTH: Final = 32
 MAX_VALUES: Final = 2**16
@@ -21,14 +21,14 @@ def shown(value: object) -> str:
     return type(value).__name__
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_finite(value: float) -> bool:
-    """Return whether a number is finite as a float. An integer may be too large for one."""
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether the value is a number that is finite as a float. An integer may be too large for one."""
     try:
-        return math.isfinite(value)
+        return (is_integer(value) or isinstance(value, float)) and math.isfinite(value)
     except OverflowError:
         return False
 

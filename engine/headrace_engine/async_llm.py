@@ -75,8 +75,7 @@ class AsyncLLMEngine:
     def from_engine_args(cls, engine_args: AsyncEngineArgs, **unsupported: Any) -> "AsyncLLMEngine":
         """Load the model. Raises the same errors as `LLM`."""
         refuse_arguments(unsupported)
-        config = config_of(engine_args)
-        return cls(config, core_in_process=getattr(engine_args, "core_in_process", False))
+        return cls(config_of(engine_args), core_in_process=getattr(engine_args, "core_in_process", False))
 
     if not TYPE_CHECKING:
 
@@ -177,8 +176,7 @@ class AsyncLLMEngine:
         """As `LLMEngine.remove_lora`."""
         lora_id = adapter_id(lora_id)
         self._loras = {known for known in self._loras if known.lora_int_id != lora_id}
-        removed: bool = await self._call("remove_lora", lora_id)
-        return removed
+        return bool(await self._call("remove_lora", lora_id))
 
     async def list_loras(self) -> set[int]:
         """As `LLMEngine.list_loras`."""
@@ -186,14 +184,12 @@ class AsyncLLMEngine:
 
     async def pin_lora(self, lora_id: int) -> bool:
         """As `LLMEngine.pin_lora`."""
-        pinned: bool = await self._call("pin_lora", adapter_id(lora_id))
-        return pinned
+        return bool(await self._call("pin_lora", adapter_id(lora_id)))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """As `LLMEngine.reset_prefix_cache`."""
         refuse_arguments({"reset_running_requests": reset_running_requests, "reset_connector": reset_connector})
-        done: bool = await self._call("reset_prefix_cache")
-        return done
+        return bool(await self._call("reset_prefix_cache"))
 
     async def get_tokenizer(self) -> Any:
         """As `LLMEngine.get_tokenizer`."""
@@ -251,16 +247,6 @@ class AsyncLLMEngine:
                 self._fail_streams()
         return _Ended(self._pump)
 
-    async def _check_grammar(self, params: SamplingParams) -> None:
-        """Check the request in a thread. The result is cached."""
-        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
-            await asyncio.to_thread(self._input_processor.check_grammar, params)
-
-    async def _check_adapter(self, lora_request: LoRARequest | None) -> None:
-        if lora_request is not None and lora_request not in self._loras:
-            with contextlib.suppress(LoRACapacityError):  # the core loads it when it is needed
-                await self.add_lora(lora_request)
-
     def _check_id(self, request_id: str) -> None:
         if self._dead is not None:
             raise self._dead
@@ -279,9 +265,13 @@ class AsyncLLMEngine:
         self._idle.clear()
         try:
             arrival_time = time.monotonic()
-            await self._check_grammar(params)
+            if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+                await asyncio.to_thread(self._input_processor.check_grammar, params)  # the result is cached
             request = process(params=params, arrival_time=arrival_time)
-            await self._check_adapter(request.choices[0].lora_request)
+            lora_request = request.choices[0].lora_request
+            if lora_request is not None and lora_request not in self._loras:
+                with contextlib.suppress(LoRACapacityError):  # the core loads it when it is needed
+                    await self.add_lora(lora_request)
             await self.check_health()
             self._output_processor.add_request(request)
             if request_id in self._aborted_early:
@@ -320,11 +310,10 @@ class AsyncLLMEngine:
                     self._core.abort_requests(processed.finished_choice_ids)
                 for output in processed.request_outputs:
                     self._streams[output.request_id].put(output)
-        except EngineDeadError as error:
-            self._dead = self._dead or error
-            self._fail_streams()
         except Exception as error:  # noqa: BLE001  # any failure must end the streams
-            self._dead = self._dead or EngineDeadError(f"the engine core failed: {type(error).__name__}: {error}")
+            if not isinstance(error, EngineDeadError):
+                error = EngineDeadError(f"the engine core failed: {type(error).__name__}: {error}")
+            self._dead = self._dead or error
             self._fail_streams()
 
     def _fail_streams(self) -> None:

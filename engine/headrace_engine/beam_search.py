@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from headrace_engine.errors import InvalidRequestError
 from headrace_engine.outputs import Logprob
-from headrace_engine.plain_values import plain, shown
-from headrace_engine.sampling_checks import MAX_N, integer, number
+from headrace_engine.plain_values import plain
+from headrace_engine.sampling_checks import MAX_N, flags, integer, number
 from headrace_engine.vllm_names import with_vllm_names
 
 Extend = Callable[[list[list[int]]], list[dict[int, Logprob]]]
@@ -46,11 +46,7 @@ class BeamSearchParams:
             *integer("max_tokens", self.max_tokens, 1, None),
             *number("length_penalty", self.length_penalty, -100, 100),
             *number("temperature", self.temperature, 0, 0),
-        ]
-        problems += [
-            f"{name} is {shown(getattr(self, name))}, expected true or false"
-            for name in ("ignore_eos", "include_stop_str_in_output")
-            if not isinstance(getattr(self, name), bool)
+            *flags(self, "ignore_eos", "include_stop_str_in_output"),
         ]
         if problems:
             raise InvalidRequestError(problems)

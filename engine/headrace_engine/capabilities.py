@@ -67,21 +67,8 @@ class EngineCapabilities:
     @classmethod
     def of_everything(cls, *, draws: str = "any", stats: tuple[str, ...] = ()) -> "EngineCapabilities":
         """Return all features without limits."""
-        return cls(
-            draws=draws,
-            exact_resume="all",
-            prompt_logprobs=True,
-            structured_outputs=STRUCTURED_OUTPUTS,
-            repetition_detection=True,
-            min_tokens=True,
-            bad_words=True,
-            priority=True,
-            cache_salt=True,
-            lora=True,
-            lora_hot_load=True,
-            logits_processors=True,
-            stats=stats,
-        )
+        features: dict[str, Any] = {field.name: True for field in fields(cls) if field.type is bool}
+        return cls(draws=draws, exact_resume="all", structured_outputs=STRUCTURED_OUTPUTS, stats=stats, **features)
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)

@@ -10,19 +10,15 @@ from typing import Any, Literal
 
 from headrace_engine.errors import InvalidRequestError
 from headrace_engine.plain_values import data_problem, is_unicode, plain_data, plain_list, shown
+from headrace_engine.sampling_checks import flags
 from headrace_engine.vllm_names import with_vllm_names
 
 ChatMessage = Mapping[str, Any]
 """A `role`, a `content` that is text or a list of text parts, `tool_calls` (assistant), `tool_call_id` (tool)."""
 ContentFormat = Literal["auto", "string", "openai"]
 
-_TEXT_PARTS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-    "thinking": "thinking",
-}
+_TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text"), "text")
+_TEXT_PARTS |= {"refusal": "refusal", "thinking": "thinking"}
 """The types of text parts, and the key of their text."""
 _NOT_VARIABLES = frozenset(
     {
@@ -72,11 +68,7 @@ class ChatOptions:
     def __post_init__(self) -> None:
         for field in fields(self):
             object.__setattr__(self, field.name, plain_list(getattr(self, field.name)))
-        problems = [
-            f"{name} is {shown(getattr(self, name))}, expected true or false"
-            for name in ("add_generation_prompt", "continue_final_message")
-            if not isinstance(getattr(self, name), bool)
-        ]
+        problems = flags(self, "add_generation_prompt", "continue_final_message")
         if self.continue_final_message is True and self.add_generation_prompt is True:
             problems.append(
                 "continue_final_message and add_generation_prompt exclude each other: set add_generation_prompt=False"

@@ -34,7 +34,7 @@ def rendered(
     template: str, conversation: Sequence[Mapping[str, Any]], options: ChatOptions, special_tokens: Mapping[str, str]
 ) -> str:
     """Render as transformers' `apply_chat_template` does. Raises the exceptions of the template."""
-    texts, _ = _chat_templates().render_jinja_template(
+    texts, _ = import_chat_templates().render_jinja_template(
         [with_format(template, conversation, options)],
         tools=options.tools,
         chat_template=template,
@@ -76,7 +76,7 @@ def loops_over_content(template: str) -> bool:
         return isinstance(node, nodes.Name) and node.name in names
 
     names = {"content"}
-    tree = _chat_templates()._compile_jinja_template(template).environment.parse(template)
+    tree = import_chat_templates()._compile_jinja_template(template).environment.parse(template)
     for assignment in tree.find_all(nodes.Assign):
         if isinstance(assignment.target, nodes.Name) and is_content(assignment.node):
             names.add(assignment.target.name)
@@ -90,22 +90,15 @@ def reads_variable(template: str, name: str) -> bool:
         return False
     from jinja2 import Environment, TemplateError, meta
 
+    # transformers' generation tag marks the text of the assistant. It has no effect here.
+    template = re.sub(r"\{%-? (end)?generation -?%\}", "", template)
     try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_without_generation(template))  # noqa: S701
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)  # noqa: S701
     except TemplateError:  # the template has tags of an unknown extension
         return True
     return name in meta.find_undeclared_variables(tree)
 
 
-def _without_generation(template: str) -> str:
-    """transformers' generation tag marks the text of the assistant. It has no effect here."""
-    return re.sub(r"\{%-? (end)?generation -?%\}", "", template)
-
-
-def import_chat_templates() -> None:
-    """Import what the first chat needs. It takes a second, so call it when the process is idle."""
-    _chat_templates()
-
-
-def _chat_templates() -> Any:
+def import_chat_templates() -> Any:
+    """Return what renders chats. The first import takes a second, so call it when the process is idle."""
     return import_module("transformers.utils.chat_template_utils")

@@ -102,11 +102,7 @@ def _fingerprint(path: str, digest_files: Any) -> str:
 
 
 def _digest_model(model: str, digest: Any, revision: str | None = None) -> None:
-    folder = Path(model)
-    if not folder.is_dir():
-        from transformers.utils import cached_file
-
-        folder = Path(cached_file(model, "config.json", revision=revision)).parent
+    folder = local_folder(model, revision)
     _digest_config(folder / "config.json", digest)
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
@@ -116,6 +112,26 @@ def _digest_model(model: str, digest: Any, revision: str | None = None) -> None:
     else:
         files = {file.name for file in folder.glob("*.safetensors")}
     _digest_tensors([folder / name for name in files], digest)
+
+
+def local_folder(model: str, revision: str | None) -> Path:
+    """Return the folder of a model, that of the hub's cache for a hub name."""
+    folder = Path(model)
+    if folder.is_dir():
+        return folder
+    from transformers.utils import cached_file
+
+    return Path(cached_file(model, "config.json", revision=revision)).parent
+
+
+def tensors_in(file: BinaryIO) -> dict[str, Any]:
+    """Read the header of a safetensors file: a map for each tensor. Its bytes follow. Raises ValueError."""
+    length = int.from_bytes(file.read(8), "little")
+    if length > _LARGEST_HEADER:
+        raise ValueError("the header is too long")
+    header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return header
 
 
 def _digest_adapter(folder: str, digest: Any) -> None:
@@ -140,15 +156,12 @@ def _digest_tensors(files: list[Path], digest: Any) -> None:
     with ExitStack() as opened:
         for path in files:
             file = opened.enter_context(path.open("rb"))
-            length = int.from_bytes(file.read(8), "little")
-            if length > _LARGEST_HEADER:
-                raise ValueError("the header is too long")
-            header = json.loads(file.read(length))
+            header = tensors_in(file)
+            start = file.tell()
             for name, tensor in header.items():
-                if name != "__metadata__":
-                    begin, end = tensor["data_offsets"]
-                    about = json.dumps([name, tensor["dtype"], tensor["shape"]])
-                    tensors[name] = (file, 8 + length + begin, end - begin, about)
+                begin, end = tensor["data_offsets"]
+                about = json.dumps([name, tensor["dtype"], tensor["shape"]])
+                tensors[name] = (file, start + begin, end - begin, about)
         if not tensors:
             raise ValueError("there are no tensors")
         for name in sorted(tensors):

@@ -38,8 +38,7 @@ class ModelOptions:
     tokenizer_revision: str | None = option(None, "Branch, tag or commit of the tokenizer. None: that of the model.")
     skip_tokenizer_init: bool = option(False, "Load no tokenizer: prompts are token ids, and outputs have no text.")
     seed: int | None = option(
-        None,
-        "Seed for requests without a seed of their own, which makes runs repeatable. None: they get random seeds.",
+        None, "Seed for requests without a seed of their own, which makes runs repeatable. None: they get random seeds."
     )
     device: str = option(
         "auto",
@@ -241,17 +240,12 @@ class EngineConfig:
         lora = values["lora"]
         if lora is not None:
             lora = LoRAConfig(**{**lora, "preload": [LoRARequest.from_wire(wire) for wire in lora["preload"]]})
-        return cls(
-            model=ModelConfig(**values["model"]),
-            cache=CacheConfig(**values["cache"]),
-            scheduler=SchedulerConfig(**values["scheduler"]),
-            speculative=SpeculativeConfig(**values["speculative"]) if values["speculative"] else None,
-            lora=lora,
-            static=StaticConfig(**values["static"]),
-            engine=values["engine"],
-            engine_python=values["engine_python"],
-            engine_args=values["engine_args"],
-            speculative_options=values["speculative_options"],
-            runner=values["runner"],
-            tokenizer=values["tokenizer"],
-        )
+        topics = {
+            "model": ModelConfig(**values["model"]),
+            "cache": CacheConfig(**values["cache"]),
+            "scheduler": SchedulerConfig(**values["scheduler"]),
+            "speculative": SpeculativeConfig(**values["speculative"]) if values["speculative"] else None,
+            "lora": lora,
+            "static": StaticConfig(**values["static"]),
+        }
+        return cls(**{**values, **topics})

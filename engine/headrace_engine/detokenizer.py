@@ -72,16 +72,12 @@ class IncrementalDetokenizer:
         self._stop = params.stop
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._num_held_back = max((len(stop) for stop in self._stop), default=1) - 1
         if self._include_stop:
             self._num_held_back = 0
         self._text = ""
         self._num_shown = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
 
     @property
     def text(self) -> str:
@@ -90,7 +86,7 @@ class IncrementalDetokenizer:
     def update(self, token_ids: Sequence[int], *, finished: bool) -> tuple[str, str | None]:
         stop: str | None = None
         for token_id in token_ids:
-            self._num_tokens += 1
+            self.num_tokens += 1
             stop = self._add(self._stream.step(token_id))
             if stop is not None:
                 break
@@ -107,7 +103,7 @@ class IncrementalDetokenizer:
         """Append text. Return the stop string that ends in it, if any."""
         searched = len(self._text)
         self._text += text
-        if not self._stop or self._num_tokens <= self._min_tokens:
+        if not self._stop or self.num_tokens <= self._min_tokens:
             return None
         return self._find_stop(searched)
 

@@ -52,21 +52,19 @@ class TokenizerDefinition:
     eos_token_ids: Sequence[int]
 
 
+@dataclass(slots=True, eq=False)
 class _Automaton:
     """A compiled grammar with the states that its copies have created and share.
 
     The library limits the number of states of all copies. When it is reached, every copy has failed permanently.
     """
 
-    __slots__ = ("failed", "is_shared", "matcher", "num_tokens", "tokenizer")
-
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, *, is_shared: bool) -> None:
-        self.matcher = matcher
-        self.tokenizer = tokenizer
-        self.is_shared = is_shared
-        self.num_tokens = 0
-        """Tokens matched by all copies."""
-        self.failed = False
+    matcher: LLMatcher
+    tokenizer: LLTokenizer
+    is_shared: bool
+    num_tokens: int = 0
+    """Tokens matched by all copies."""
+    failed: bool = False
 
     @property
     def is_used_up(self) -> bool:

@@ -243,7 +243,9 @@ class InputProcessor:
     ) -> ProcessedRequest:
         """Create the request from a tokenised and checked prompt, possibly of another process."""
         admission = next(self._admissions)
-        seed = params.seed if params.seed is not None else self._drawn_seed(admission)
+        seed = params.seed
+        if seed is None:
+            seed = secrets.randbits(63) if self._seed is None else choice_seed(self._seed, admission)
         # Output kind and stop strings are for the output processor. They stay in this process, like all other text.
         core_params = _changed(params, stop=[], bad_words=[])
         # All choices share one prompt: the first one reports its log-probabilities, the others may use the cache.
@@ -271,9 +273,6 @@ class InputProcessor:
             seed=seed,
             choices=choices,
         )
-
-    def _drawn_seed(self, admission: int) -> int:
-        return secrets.randbits(63) if self._seed is None else choice_seed(self._seed, admission)
 
 
 def request_of_choice(choice: str) -> str:

@@ -183,7 +183,11 @@ class LLM:
                     if not search_together(group, extend):
                         break
                     bar.update()
-        return [self._search_output(search) for search in searches]
+        results = [(search, search.result()) for search in searches]
+        for search, sequences in results:
+            for sequence in sequences:
+                sequence.text = self.engine.tokenizer.decode(search.shown(sequence))
+        return [BeamSearchOutput(sequences=sequences) for _, sequences in results]
 
     def get_tokenizer(self) -> Any:
         """As `LLMEngine.get_tokenizer`."""
@@ -196,12 +200,6 @@ class LLM:
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """As `LLMEngine.reset_prefix_cache`."""
         return self.engine.reset_prefix_cache(reset_running_requests, reset_connector)
-
-    def _search_output(self, search: BeamSearch) -> BeamSearchOutput:
-        sequences = search.result()
-        for sequence in sequences:
-            sequence.text = self.engine.tokenizer.decode(search.shown(sequence))
-        return BeamSearchOutput(sequences=sequences)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """As `LLMEngine.add_lora`."""
@@ -223,9 +221,7 @@ class LLM:
         """Shut down the engine."""
         self.engine.close()
 
-    def shutdown(self) -> None:
-        """As `close`."""
-        self.close()
+    shutdown = close
 
     def _run(
         self,

@@ -2,8 +2,8 @@
 
 import contextlib
 import math
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -92,18 +92,8 @@ class LLMEngine:
             DuplicateRequestError: the id is in use.
         """
         refuse_arguments(unsupported)
-        name = self._new_id(request_id)
-        self._add(
-            self._input_processor.process(
-                name,
-                prompt,
-                self.get_default_sampling_params() if params is None else params,
-                priority=priority_of(priority),
-                arrival_time=self._arrival(arrival_time),
-                lora_request=lora_request,
-            )
-        )
-        return name
+        process = partial(self._input_processor.process, prompt=prompt)
+        return self._queue(request_id, params, arrival_time, lora_request, priority, process)
 
     def add_chat_request(
         self,
@@ -121,19 +111,12 @@ class LLMEngine:
         Args:
             chat_options: the fields of `ChatOptions`.
         """
-        name = self._new_id(request_id)
-        self._add(
-            self._input_processor.process_chat(
-                name,
-                messages,
-                self.get_default_sampling_params() if params is None else params,
-                priority=priority_of(priority),
-                arrival_time=self._arrival(arrival_time),
-                lora_request=lora_request,
-                chat_options=ChatOptions.from_optional(**chat_options),
-            )
-        )
-        return name
+
+        def process(request_id: str, **values: Any) -> ProcessedRequest:
+            options = ChatOptions.from_optional(**chat_options)
+            return self._input_processor.process_chat(request_id, messages, chat_options=options, **values)
+
+        return self._queue(request_id, params, arrival_time, lora_request, priority, process)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters of a request without any: those of `generation_config`."""
@@ -179,8 +162,7 @@ class LLMEngine:
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Clear the prefix cache. Return False, and keep it, if requests run."""
         refuse_arguments({"reset_running_requests": reset_running_requests, "reset_connector": reset_connector})
-        done: bool = self._call("reset_prefix_cache")
-        return done
+        return bool(self._call("reset_prefix_cache"))
 
     def get_tokenizer(self) -> Any:
         """Return the tokenizer of the model as an object of transformers."""
@@ -212,8 +194,7 @@ class LLMEngine:
         """Unload the adapter with this `lora_int_id`. Requests that use it continue. Return False if not loaded."""
         lora_id = adapter_id(lora_id)
         self._loras = {known for known in self._loras if known.lora_int_id != lora_id}
-        removed: bool = self._call("remove_lora", lora_id)
-        return removed
+        return bool(self._call("remove_lora", lora_id))
 
     def list_loras(self) -> set[int]:
         """Return the `lora_int_id`s of all loaded adapters."""
@@ -221,8 +202,7 @@ class LLMEngine:
 
     def pin_lora(self, lora_id: int) -> bool:
         """Never evict an adapter to make room for others. Return False if it is not loaded."""
-        pinned: bool = self._call("pin_lora", adapter_id(lora_id))
-        return pinned
+        return bool(self._call("pin_lora", adapter_id(lora_id)))
 
     def _call(self, method: str, *args: Any) -> Any:
         answer = self._core.call(method, *args)
@@ -241,9 +221,7 @@ class LLMEngine:
         self._core.shutdown()
         self._core.close()
 
-    def shutdown(self) -> None:
-        """As `close`."""
-        self.close()
+    shutdown = close
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -251,10 +229,26 @@ class LLMEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _new_id(self, request_id: RequestId) -> str:
+    def _queue(
+        self,
+        request_id: RequestId,
+        params: SamplingParams | None,
+        arrival_time: float | None,
+        lora_request: LoRARequest | None,
+        priority: int | None,
+        process: Callable[..., ProcessedRequest],
+    ) -> str:
         name = request_id_of(request_id)
         if name in self._output_processor:
             raise DuplicateRequestError(f"request {name} is in the engine already")
+        request = process(
+            name,
+            params=self.get_default_sampling_params() if params is None else params,
+            priority=priority_of(priority),
+            arrival_time=self._arrival(arrival_time),
+            lora_request=lora_request,
+        )
+        self._add(request)
         return name
 
     def _add(self, request: ProcessedRequest) -> None:

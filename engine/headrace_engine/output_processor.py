@@ -95,9 +95,6 @@ class OutputProcessor:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def request_ids(self) -> list[str]:
-        return list(self._requests)
-
     def add_request(self, request: ProcessedRequest, ended: Collection[int] = ()) -> None:
         """Start to process a request. Resumed choices go on behind their `output_token_ids`.
 

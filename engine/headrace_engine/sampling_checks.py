@@ -45,17 +45,8 @@ def value_problems(params: Any) -> list[str]:
         value = getattr(params, name)
         if value is not None:
             problems += integer(name, value, low, high)
-    problems += [
-        f"{name} is {shown(getattr(params, name))}, expected true or false"
-        for name in (
-            "ignore_eos",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-            "include_stop_str_in_output",
-            "detokenize",
-        )
-        if not isinstance(getattr(params, name), bool)
-    ]
+    problems += flags(params, "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens")
+    problems += flags(params, "include_stop_str_in_output", "detokenize")
     problems += texts("stop", "stop string", params.stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
     problems += texts("bad_words", "bad word", params.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
     problems += _token_ids("stop_token_ids", params.stop_token_ids)
@@ -89,6 +80,13 @@ def is_integer(value: object) -> bool:
 
 def _is_token_id(value: Any) -> bool:
     return is_integer(value) and 0 <= value <= _LARGEST_INTEGER
+
+
+def flags(params: object, *names: str) -> list[str]:
+    values = {name: getattr(params, name) for name in names}
+    return [
+        f"{name} is {shown(value)}, expected true or false" for name, value in values.items() if type(value) is not bool
+    ]
 
 
 def number(name: str, value: object, low: float, high: float, *, above: bool = False) -> list[str]:

@@ -20,28 +20,6 @@ from headrace_engine.vllm_names import with_vllm_names
 T = TypeVar("T")
 
 _LONGEST_TOKEN_ID_DIGITS = 19
-_NUMBERS = (
-    "n",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "logprobs",
-    "prompt_logprobs",
-    "stream_interval",
-    "ignore_eos",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-)
-_numbers_of = attrgetter(*_NUMBERS)
 _PYTHONS_NUMBERS = frozenset({int, float, bool, type(None)})
 
 # Below this temperature the float32 softmax is one-hot up to rounding, so the arg max is taken.
@@ -263,6 +241,10 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+_NUMBERS = tuple(found.name for found in fields(SamplingParams) if found.type in (int, float, bool, int | None))
+_numbers_of = attrgetter(*_NUMBERS)
 
 
 def _trusted(kind: type[T], values: Mapping[str, Any]) -> T:

@@ -39,9 +39,9 @@ class SpeculativeConfig:
     def problems(cls, values: object) -> list[str]:
         """Return all problems of a map of options. `from_map` may be called if there are none."""
         if not isinstance(values, Mapping):
-            return [f"speculative_config is {values!r}, must be a map of {_names()}"]
+            return [f"speculative_config is {values!r}, must be a map of {_NAMES}"]
         problems = [
-            f"speculative_config.{name} is not an option, allowed are {_names()}"
+            f"speculative_config.{name} is not an option, allowed are {_NAMES}"
             for name in values
             if name not in _FIELDS
         ]
@@ -64,11 +64,8 @@ class SpeculativeConfig:
         return problems
 
 
-_FIELDS = frozenset(field.name for field in fields(SpeculativeConfig))
-
-
-def _names() -> str:
-    return ", ".join(field.name for field in fields(SpeculativeConfig))
+_FIELDS = tuple(field.name for field in fields(SpeculativeConfig))
+_NAMES = ", ".join(_FIELDS)
 
 
 def _wrong_integers(values: Mapping[str, Any]) -> list[str]:

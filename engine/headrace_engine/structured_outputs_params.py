@@ -67,9 +67,8 @@ class StructuredOutputsParams:
             yield f"disable_any_whitespace is {self.disable_any_whitespace!r}, expected true or false"
         if self.json_object not in (None, True):
             yield f"json_object is {self.json_object!r}, expected true"
-        yield from _text_problems("regex", self.regex)
-        yield from _text_problems("grammar", self.grammar)
-        yield from _text_problems("whitespace_pattern", self.whitespace_pattern)
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            yield from _text_problems(name, getattr(self, name))
         if self.choice is not None:
             yield from _choice_problems(self.choice)
         if self.json is not None:

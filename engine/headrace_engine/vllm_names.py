@@ -210,37 +210,29 @@ WITHOUT_EFFECT: Final = {
 """Options that are taken whatever they are, since they say nothing about the results."""
 
 _CHANGING_NOTHING: Final[Mapping[str, tuple[Any, ...]]] = {
-    "runner": ("generate",),
-    "convert": ("none",),
-    "task": ("generate",),
+    "runner task": ("generate",),
+    "convert per_request_spec_decode_metrics mamba_cache_mode": ("none",),
     "master_addr": ("127.0.0.1",),
     "master_port": (29501,),
-    "nnodes": (1,),
-    "pipeline_parallel_size": (1,),
-    "prefill_context_parallel_size": (1,),
-    "decode_context_parallel_size": (1,),
-    "dcp_kv_cache_interleave_size": (1,),
-    "data_parallel_size": (1,),
+    "nnodes pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size"
+    " dcp_kv_cache_interleave_size data_parallel_size offload_num_in_group offload_prefetch_step"
+    " renderer_num_workers prefill_schedule_interval stream_interval": (1,),
     "data_parallel_backend": ("mp",),
     "distributed_executor_backend": ("mp", "uni"),
     "all2all_backend": ("allgather_reducescatter",),
     "expert_placement_strategy": ("linear",),
     "dbo_decode_token_threshold": (32,),
     "dbo_prefill_token_threshold": (512,),
-    "dp_sync_interval": (16,),
-    "offload_num_in_group": (1,),
-    "offload_prefetch_step": (1,),
+    "dp_sync_interval replayssm_buffer_len": (16,),
     "gpu_memory_utilization": (0.9, 0.92),
-    "swap_space": (4,),
-    "mm_processor_cache_gb": (4,),
+    "swap_space mm_processor_cache_gb": (4,),
     "mm_processor_cache_type": ("lru",),
     "mm_hasher_algorithm": ("blake3",),
     "mm_shm_cache_max_object_size_mb": (128,),
     "mm_encoder_tp_mode": ("weights",),
     "mm_encoder_fp8_scale_save_margin": (1.5,),
     "mm_tensor_ipc": ("direct_rpc",),
-    "mm_device_do_normalize": (True,),
-    "renderer_num_workers": (1,),
+    "mm_device_do_normalize scheduler_reserve_full_isl swa_bounded_replay": (True,),
     "video_pruning_method": ("evs",),
     "load_format": ("safetensors", "hf"),
     "config_format": ("hf",),
@@ -248,18 +240,11 @@ _CHANGING_NOTHING: Final[Mapping[str, tuple[Any, ...]]] = {
     "tokenizer_mode": ("hf", "fast"),
     "pt_load_map_location": ("cpu",),
     "ignore_patterns": (["original/**/*"],),
-    "scheduler_reserve_full_isl": (True,),
-    "prefill_schedule_interval": (1,),
     "prefix_caching_hash_algo": ("sha256",),
     "logprobs_mode": ("raw_logprobs",),
-    "stream_interval": (1,),
-    "per_request_spec_decode_metrics": ("none",),
     "kv_cache_metrics_sample": (0.01,),
     "jit_monitor_mode": ("warn",),
-    "mamba_cache_mode": ("none",),
     "mamba_backend": ("triton",),
-    "replayssm_buffer_len": (16,),
-    "swa_bounded_replay": (True,),
     "optimization_level": (2,),
     "performance_mode": ("balanced",),
     "kv_offloading_backend": ("native",),
@@ -267,7 +252,7 @@ _CHANGING_NOTHING: Final[Mapping[str, tuple[Any, ...]]] = {
     "structured_outputs_config": ({"backend": "auto"}, {"backend": "guidance"}),
     "max_seq_len_to_capture": (8192,),
 }
-"""Values, beside None, False, 0, "auto" and what is empty, with which an option that is not here asks for nothing."""
+"""Names -> values, beside None, False, 0, "auto" and what is empty, with which these options ask for nothing."""
 
 
 def instead_of(topic: str, name: str) -> str | None:
@@ -288,7 +273,8 @@ def asks_for_nothing(topic: str, name: str, value: Any) -> bool:
         return True
     if isinstance(value, list | tuple | dict | set | frozenset | int | float) and not value:
         return True
-    return any(type(value) is type(same) and value == same for same in _CHANGING_NOTHING.get(name, ()))
+    values = (same for names, some in _CHANGING_NOTHING.items() if name in names.split() for same in some)
+    return any(type(value) is type(same) and value == same for same in values)
 
 
 def served_options(topic: str, known: Iterable[str], options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -47,7 +47,7 @@ class VLLMCore:
     def __init__(self, config: "EngineConfig", version: str) -> None:
         self._config = config
         self._version = version
-        self.wake: Callable[[], None] = _no_op_wake
+        self.wake: Callable[[], None] = lambda: None  # until the child's loop has said how to wake it
         self._engine = startup.create_engine(config, version)
         self._client: Any = self._engine.engine_core
         self._scheduler = self._client.engine_core.scheduler
@@ -104,8 +104,7 @@ class VLLMCore:
             reason, stop = check_stop(Request(message, _NO_BLOCKS), self.model_info.max_model_len)
             if reason is not None:
                 self._queue.leave(message.request_id)
-                answer = EngineCoreOutput(message.request_id, [])
-                answer.finish_reason, answer.stop_reason = reason, stop
+                answer = EngineCoreOutput(message.request_id, [], finish_reason=reason, stop_reason=stop)
                 self._answers.append(answer)
                 _release(lora)
                 return
@@ -286,15 +285,9 @@ class VLLMCore:
 
 
 def _refusal(message: EngineCoreRequest, sentence: str) -> EngineCoreOutput:
-    refusal = EngineCoreOutput(message.request_id, [], error=sentence)
-    refusal.finish_reason = FinishReason.ERROR
-    return refusal
+    return EngineCoreOutput(message.request_id, [], error=sentence, finish_reason=FinishReason.ERROR)
 
 
 def _release(lora: "LoadedLoRA | Any") -> None:
     if lora is not None:
         lora.release()
-
-
-def _no_op_wake() -> None:
-    """Until the child's loop has said how to wake it."""

@@ -1,6 +1,5 @@
 """What the engine tells of its model and of itself in its first frame."""
 
-import json
 import logging
 import math
 from collections.abc import Iterator
@@ -9,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.platforms import current_platform
 
-from headrace_engine.capabilities import EngineCapabilities, ExactResume
-from headrace_engine.checkpoint import fingerprint
+from headrace_engine.capabilities import STRUCTURED_OUTPUTS, EngineCapabilities, ExactResume
+from headrace_engine.checkpoint import fingerprint, local_folder, tensors_in
 from headrace_engine.engine_args_checks import GENERATION_DEFAULTS
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine_vllm import startup, statistics
@@ -28,8 +27,6 @@ _TEMPERATURES: Final = (0.01, 2.0)
 _V2_TOKEN_IDS: Final = 1024
 _V2_STOP_TOKEN_IDS: Final = 128
 """Runner v2 has arrays of these sizes (vllm/v1/worker/gpu/sample/logit_bias.py), and ends the engine for more."""
-_FORMS: Final = ("json", "regex", "choice", "grammar", "json_object")
-_LARGEST_HEADER: Final = 100_000_000  # safetensors' own limit
 
 
 def model_info(engine: "LLMEngine", config: "EngineConfig") -> ModelInfo:
@@ -67,7 +64,7 @@ def capabilities(engine: "LLMEngine", config: "EngineConfig", version: str, exac
         **limits,
         temperature_range=_TEMPERATURES,
         prompt_logprobs=True,
-        structured_outputs=_FORMS if grammars else (),
+        structured_outputs=STRUCTURED_OUTPUTS if grammars else (),
         repetition_detection=True,
         min_tokens=True,
         bad_words=True,
@@ -109,19 +106,11 @@ def num_parameters(model: str, revision: str | None = None) -> int:
 
 
 def _safetensors(model: str, revision: str | None) -> Iterator[Path]:
-    folder = Path(model)
-    if not folder.is_dir():
-        from transformers.utils import cached_file
-
-        folder = Path(cached_file(model, "config.json", revision=revision)).parent
+    folder = local_folder(model, revision)
     whole = folder / "model.safetensors"
     return iter([whole]) if whole.is_file() else folder.glob("*.safetensors")
 
 
 def _numbers_in(file: Path) -> int:
     with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if length > _LARGEST_HEADER:
-            raise ValueError("the header is too long")
-        header = json.loads(opened.read(length))
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        return sum(math.prod(tensor["shape"]) for tensor in tensors_in(opened).values())

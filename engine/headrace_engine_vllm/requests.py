@@ -4,12 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from vllm.sampling_params import (
-    RepetitionDetectionParams,
-    RequestOutputKind,
-    SamplingParams,
-    StructuredOutputsParams,
-)
+from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from headrace_engine.core.outputs import EngineCoreOutput
 from headrace_engine.errors import NOTHING_MAY_FOLLOW

@@ -16,7 +16,8 @@ from headrace_engine.errors import HeadraceEngineError
 
 def main(arguments: list[str] | None = None) -> int:
     args = _parse(arguments)
-    launcher = Launcher(options=_options(args), patience=args.patience, start_patience=max(args.patience, 600.0))
+    options = {name: getattr(args, name) for name in ("model", "engine", "engine_python", "engine_args")} | args.options
+    launcher = Launcher(options=options, patience=args.patience, start_patience=max(args.patience, 600.0))
     suite = Suite(launcher, args.only)
     if not suite.cases:
         _say(f"--only: no case holds {' or '.join(args.only)}", to_people=True)
@@ -60,16 +61,6 @@ def _map(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"expected a map in JSON, got {text}")
     return value
-
-
-def _options(args: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "model": args.model,
-        "engine": args.engine,
-        "engine_python": args.engine_python,
-        "engine_args": args.engine_args,
-        **args.options,
-    }
 
 
 def _row(verdict: Verdict) -> str:

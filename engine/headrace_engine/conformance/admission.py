@@ -42,9 +42,8 @@ def the_smaller_priority_is_served_first(engine: EngineUnderTest) -> None:
 @case()
 def choices_of_one_prompt(engine: EngineUnderTest) -> None:
     """Several choices of one prompt (n) are requests of their own: each ends, and equals itself when it is alone."""
-    requests = [
-        engine.request(temperature=1.0 if _draws(engine) else 0.0, seed=seed, max_tokens=12) for seed in (5, 6, 7)
-    ]
+    temperature = 0.0 if engine.capabilities.draws is None else 1.0
+    requests = [engine.request(temperature=temperature, seed=seed, max_tokens=12) for seed in (5, 6, 7)]
     together = engine.run(*requests)
     alone = [engine.run_one(engine.again(request)) for request in requests]
     expect_same(together, alone, "choices together against each alone")
@@ -72,7 +71,3 @@ def a_salt_divides_the_prefix_cache(engine: EngineUnderTest) -> None:
 
 def _most(engine: EngineUnderTest) -> int:
     return engine.config.scheduler.max_num_seqs
-
-
-def _draws(engine: EngineUnderTest) -> bool:
-    return engine.capabilities.draws is not None

@@ -19,10 +19,9 @@ def max_tokens_ends_with_length(engine: EngineUnderTest) -> None:
 @case()
 def max_model_len_ends_with_length(engine: EngineUnderTest) -> None:
     """Without max_tokens an output ends with length when prompt and output have max_model_len tokens."""
-    prompt = engine.prompt(engine.info.max_model_len - 9)
-    _expect_end(engine.run_one(engine.request(prompt, max_tokens=None)), ("length", None), 9)
-    prompt = engine.prompt(engine.info.max_model_len - 1)
-    _expect_end(engine.run_one(engine.request(prompt, max_tokens=None)), ("length", None), 1)
+    for left in (9, 1):
+        prompt = engine.prompt(engine.info.max_model_len - left)
+        _expect_end(engine.run_one(engine.request(prompt, max_tokens=None)), ("length", None), left)
 
 
 @case(STOPS)

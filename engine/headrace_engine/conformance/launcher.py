@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_engine import default_model
 from headrace_engine.config import EngineConfig
 from headrace_engine.conformance.driver import EngineUnderTest
 from headrace_engine.engine_args import EngineArgs
+from headrace_engine.llm_engine import config_of
 
 MAX_MODEL_LEN = 256
 MAX_NUM_SEQS = 8
@@ -35,9 +35,7 @@ class Launcher:
             ModelFetchError: the default model is needed and cannot be downloaded.
         """
         own = {"dtype": "float32", "max_model_len": MAX_MODEL_LEN, "max_num_seqs": MAX_NUM_SEQS}
-        config = EngineArgs(**{**own, **self.options, **more}).create_engine_config()
-        config.model.model = str(default_model.resolve(config.model.model, config.model.dtype))
-        return config
+        return config_of(EngineArgs(**{**own, **self.options, **more}))
 
     def start(self, **more: Any) -> EngineUnderTest:
         """Start an engine and wait until it is ready.

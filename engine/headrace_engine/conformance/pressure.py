@@ -57,10 +57,8 @@ def chunked_prompts_have_all_their_logprobs(engine: EngineUnderTest) -> None:
 @case(stage=Stage.TIGHT)
 def preemption_changes_no_greedy_token(engine: EngineUnderTest) -> None:
     """Greedy requests that outgrow the KV blocks together end as they do where blocks are plenty."""
-    greedy = [answer for answer in engine.references if answer.request.sampling_params.is_greedy]
-    fillers = [engine.send(engine.again(a.request)) for a in engine.references if a not in greedy]
-    answers = engine.run(*[engine.again(answer.request) for answer in greedy])
-    engine.finish(*fillers)
+    greedy = _references(engine, greedy=True)
+    answers = _run_again(engine, greedy, [0] * len(greedy))
     expect_same(answers, greedy, "with few KV blocks against many")
     for answer, whole in zip(answers, greedy, strict=True):
         expect_same_logprobs(answer, whole)
@@ -69,23 +67,21 @@ def preemption_changes_no_greedy_token(engine: EngineUnderTest) -> None:
 @case(DRAWS, SAMPLED_RESUME, stage=Stage.TIGHT)
 def preemption_changes_no_sampled_token(engine: EngineUnderTest) -> None:
     """Sampled requests that outgrow the KV blocks together end as they do where blocks are plenty."""
-    sampled = [answer for answer in engine.references if not answer.request.sampling_params.is_greedy]
-    fillers = [engine.send(engine.again(a.request)) for a in engine.references if a not in sampled]
-    answers = engine.run(*[engine.again(answer.request) for answer in sampled])
-    engine.finish(*fillers)
+    sampled = _references(engine, greedy=False)
+    answers = _run_again(engine, sampled, [0] * len(sampled))
     expect_same(answers, sampled, "with few KV blocks against many")
 
 
 @case(GREEDY_RESUME, stage=Stage.TIGHT)
 def a_resume_under_pressure_is_exact_for_greedy(engine: EngineUnderTest) -> None:
     """Greedy requests that resume while prompts come in chunks and requests are preempted equal the whole ones."""
-    _resume_all(engine, [answer for answer in engine.references if answer.request.sampling_params.is_greedy])
+    _resume_all(engine, _references(engine, greedy=True))
 
 
 @case(DRAWS, SAMPLED_RESUME, stage=Stage.TIGHT)
 def a_resume_under_pressure_is_exact_for_sampled(engine: EngineUnderTest) -> None:
     """Sampled requests that resume while prompts come in chunks and requests are preempted equal the whole ones."""
-    _resume_all(engine, [answer for answer in engine.references if not answer.request.sampling_params.is_greedy])
+    _resume_all(engine, _references(engine, greedy=False))
 
 
 @case(stat("preemptions"), stage=Stage.TIGHT)
@@ -100,11 +96,19 @@ def preemptions_are_counted(engine: EngineUnderTest) -> None:
     )
 
 
-def _resume_all(engine: EngineUnderTest, wholes: list[Answer]) -> None:
+def _references(engine: EngineUnderTest, *, greedy: bool) -> list[Answer]:
+    return [answer for answer in engine.references if answer.request.sampling_params.is_greedy == greedy]
+
+
+def _run_again(engine: EngineUnderTest, wholes: list[Answer], cuts: list[int]) -> list[Answer]:
+    """Resume requests behind so many of their tokens, beside all others."""
     fillers = [engine.send(engine.again(a.request)) for a in engine.references if a not in wholes]
-    cuts = [len(whole.tokens) * (2 + i) // (4 + i) for i, whole in enumerate(wholes)]
-    resumed = engine.run(
-        *[engine.again(whole.request, whole.tokens[:cut]) for whole, cut in zip(wholes, cuts, strict=True)]
-    )
+    pairs = zip(wholes, cuts, strict=True)
+    answers = engine.run(*[engine.again(whole.request, whole.tokens[:cut]) for whole, cut in pairs])
     engine.finish(*fillers)
-    expect_same(resumed, wholes, "resumed under pressure")
+    return answers
+
+
+def _resume_all(engine: EngineUnderTest, wholes: list[Answer]) -> None:
+    cuts = [len(whole.tokens) * (2 + i) // (4 + i) for i, whole in enumerate(wholes)]
+    expect_same(_run_again(engine, wholes, cuts), wholes, "resumed under pressure")

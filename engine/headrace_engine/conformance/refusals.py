@@ -5,7 +5,6 @@ engine itself answers, and lives on.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from headrace_engine.capability_checks import CapabilityChecks
@@ -28,29 +27,20 @@ _FORMS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Limit:
-    name: str
-    make: Callable[[EngineUnderTest, int], EngineCoreRequest]
-    """A request with so many of what is limited."""
-
-    def __str__(self) -> str:
-        return self.name
-
-
 def _tokens(engine: EngineUnderTest, count: int) -> list[int]:
     if count > engine.info.vocab_size:
         raise DoesNotApply(f"the vocabulary has {engine.info.vocab_size} tokens, fewer than the limit")
     return list(dict.fromkeys([*engine.end_tokens, *range(engine.info.vocab_size)]))[:count]
 
 
-_LIMITS = (
-    Limit("max_allowed_token_ids", lambda e, count: e.request(allowed_token_ids=_tokens(e, count))),
-    Limit("max_logit_bias", lambda e, count: e.request(logit_bias=dict.fromkeys(_tokens(e, count), 1.0))),
-    Limit("max_stop_token_ids", lambda e, count: e.request(stop_token_ids=_tokens(e, count), min_tokens=2)),
-    Limit("max_bad_words", lambda e, count: e.request(bad_words=[[1, token] for token in _tokens(e, count)])),
-    Limit("max_bad_words_tokens", lambda e, count: e.request(bad_words=[e.prompt(count)])),
-)
+_LIMITS: dict[str, Callable[[EngineUnderTest, int], EngineCoreRequest]] = {
+    "max_allowed_token_ids": lambda e, count: e.request(allowed_token_ids=_tokens(e, count)),
+    "max_logit_bias": lambda e, count: e.request(logit_bias=dict.fromkeys(_tokens(e, count), 1.0)),
+    "max_stop_token_ids": lambda e, count: e.request(stop_token_ids=_tokens(e, count), min_tokens=2),
+    "max_bad_words": lambda e, count: e.request(bad_words=[[1, token] for token in _tokens(e, count)]),
+    "max_bad_words_tokens": lambda e, count: e.request(bad_words=[e.prompt(count)]),
+}
+"""By limit: a request with so many of what is limited."""
 
 
 @case()
@@ -100,16 +90,16 @@ def an_unclaimed_form_is_refused(engine: EngineUnderTest, kind: str) -> None:
     _expect_refused(engine, engine.request(ignore_eos=False, structured_outputs={kind: _FORMS[kind]}))
 
 
-@case_for_each(_LIMITS, lambda _: ())
-def more_than_the_limit_is_refused(engine: EngineUnderTest, limit: Limit) -> None:
+@case_for_each(tuple(_LIMITS), lambda _: ())
+def more_than_the_limit_is_refused(engine: EngineUnderTest, name: str) -> None:
     """{}: one more than the engine says is refused, as many as it says are served."""
-    most = getattr(engine.capabilities, limit.name)
+    most = getattr(engine.capabilities, name)
     if most is None:
-        raise DoesNotApply(f"{limit.name} is None: no limit")
-    _expect_refused(engine, limit.make(engine, most + 1))
+        raise DoesNotApply(f"{name} is None: no limit")
+    _expect_refused(engine, _LIMITS[name](engine, most + 1))
     if most > 0:
-        answer = engine.run_one(limit.make(engine, most))
-        expect(answer.error is None, f"{limit.name}={most} is claimed, but ended with an error: {answer.error}")
+        answer = engine.run_one(_LIMITS[name](engine, most))
+        expect(answer.error is None, f"{name}={most} is claimed, but ended with an error: {answer.error}")
 
 
 @case()

@@ -5,8 +5,8 @@ from typing import Any
 
 from headrace_engine.conformance.case import DRAWS, case, case_for_each, expect, feature, limit
 from headrace_engine.conformance.driver import Answer, EngineUnderTest, expect_same
+from headrace_engine.conformance.endings import BIAS
 
-BIAS = limit("max_logit_bias")
 _ONE_CANDIDATE: dict[str, dict[str, Any]] = {
     "top_k=1": {"top_k": 1},
     "top_p=1e-9": {"top_p": 1e-9},
@@ -60,9 +60,8 @@ def other_seeds_give_other_draws(engine: EngineUnderTest) -> None:
 @case_for_each(tuple(_ONE_CANDIDATE), lambda _: ())
 def one_candidate_is_greedy(engine: EngineUnderTest, name: str) -> None:
     """{} leaves one candidate, so that the tokens are the greedy ones."""
-    params = _ONE_CANDIDATE[name]
     greedy = engine.run_one(engine.request(engine.prompt(15, 4)))
-    sampled = engine.run_one(engine.request(engine.prompt(15, 4), **{"temperature": 1.0, **params}))
+    sampled = engine.run_one(engine.request(engine.prompt(15, 4), **{"temperature": 1.0, **_ONE_CANDIDATE[name]}))
     expect_same([sampled], [greedy], "sampled against greedy")
 
 

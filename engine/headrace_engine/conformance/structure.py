@@ -5,16 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace_engine.capabilities import EngineCapabilities
-from headrace_engine.conformance.case import (
-    Broken,
-    Claim,
-    DoesNotApply,
-    case,
-    case_for_each,
-    expect,
-    structured,
-)
+from headrace_engine.conformance.case import Broken, DoesNotApply, case, case_for_each, expect, feature, structured
 from headrace_engine.conformance.driver import Answer, EngineUnderTest
 from headrace_engine.request import EngineCoreRequest
 
@@ -91,18 +82,14 @@ def neighbours_do_not_disturb_it(engine: EngineUnderTest, form: Form) -> None:
     expect(together.tokens == alone.tokens, "the tokens beside others differ from those alone")
 
 
-def _some(capabilities: EngineCapabilities) -> bool:
-    return bool(capabilities.structured_outputs)
-
-
-@case(Claim("structured_outputs", _some))
+@case(feature("structured_outputs"))
 def every_claimed_kind_exists(engine: EngineUnderTest) -> None:
     """Every kind of structured outputs that is claimed is one that a request can ask for."""
     unknown = set(engine.capabilities.structured_outputs) - {form.kind for form in FORMS}
     expect(not unknown, f"no request can ask for {', '.join(sorted(unknown))}")
 
 
-@case(Claim("structured_outputs", _some))
+@case(feature("structured_outputs"))
 def a_form_that_cannot_be_compiled_is_answered(engine: EngineUnderTest) -> None:
     """A form that cannot be compiled ends its request with an error; the engine and the requests beside it live on."""
     kind = engine.capabilities.structured_outputs[0]

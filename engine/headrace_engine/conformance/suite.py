@@ -70,11 +70,9 @@ class Suite:
 
     def __init__(self, launcher: Launcher, words: Sequence[str] = ()) -> None:
         self._launcher = launcher
-        wanted = [word.lower() for word in words]
-        self.cases = sorted(
-            (case for case in CASES if not wanted or any(word in _searched(case) for word in wanted)),
-            key=lambda case: case.stage,
-        )
+        searched = [(case, f"{case.group} {case.name} {case.sentence}".lower()) for case in CASES]
+        found = [case for case, text in searched if not words or any(word.lower() in text for word in words)]
+        self.cases = sorted(found, key=lambda case: case.stage)
         self.info: ModelInfo | None = None
         self.capabilities = EngineCapabilities()
         self._engine: EngineUnderTest | None = None
@@ -226,7 +224,3 @@ def report(suite: Suite, verdicts: Sequence[Verdict], engine: str) -> dict[str, 
         "counts": count(verdicts),
         "cases": [verdict.to_json() for verdict in verdicts],
     }
-
-
-def _searched(case: Case) -> str:
-    return f"{case.group} {case.name} {case.sentence}".lower()

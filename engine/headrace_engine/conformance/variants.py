@@ -1,21 +1,12 @@
 """The requests that a resume must continue exactly: one for each sampling parameter that looks at earlier tokens."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from headrace_engine.conformance.case import (
-    DRAWS,
-    GREEDY_RESUME,
-    SAMPLED_RESUME,
-    Claim,
-    DoesNotApply,
-    feature,
-    limit,
-    structured,
-)
+from headrace_engine.conformance.case import DRAWS, GREEDY_RESUME, SAMPLED_RESUME, Claim, feature, limit, structured
 from headrace_engine.conformance.driver import EngineUnderTest
-from headrace_engine.conformance.endings import last_new_token
+from headrace_engine.conformance.endings import last_new_token, own_end_tokens
 from headrace_engine.conformance.structure import FORMS, form_request
 from headrace_engine.request import EngineCoreRequest
 
@@ -34,7 +25,7 @@ class Variant:
     make: Callable[[EngineUnderTest], EngineCoreRequest]
     sampled: bool = False
     claims: tuple[Claim, ...] = ()
-    cuts: tuple[int, ...] = field(default=())
+    cuts: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -60,9 +51,7 @@ def _stop_token(engine: EngineUnderTest) -> EngineCoreRequest:
 
 
 def _end_token(engine: EngineUnderTest) -> EngineCoreRequest:
-    if not engine.end_tokens:
-        raise DoesNotApply("the model has no end token")
-    return engine.request(ignore_eos=False, min_tokens=20, logit_bias={engine.end_tokens[0]: 100.0})
+    return engine.request(ignore_eos=False, min_tokens=20, logit_bias={own_end_tokens(engine)[0]: 100.0})
 
 
 def _max_model_len(engine: EngineUnderTest) -> EngineCoreRequest:

@@ -114,7 +114,10 @@ class AsyncMasterPool(redis.asyncio.sentinel.SentinelConnectionPool):
 
 
 class _UntilFailover:
-    """Retries for FAILOVER_SECONDS, with no limit on attempts, even if redis-py nests its retries."""
+    """Retries for FAILOVER_SECONDS, with no limit on attempts, even if redis-py nests its retries.
+
+    A base class before redis-py's `Retry` of threads or of asyncio, to which the ignored types belong.
+    """
 
     def __init__(self) -> None:
         super().__init__(ExponentialBackoff(cap=0.5, base=0.05), _RETRY_FOREVER)  # type: ignore[call-arg]

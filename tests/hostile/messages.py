@@ -448,6 +448,13 @@ class Generator:
         good["properties"]["priority"] = self._odd()
         return good
 
+    def kind_odd_headers(self) -> dict[str, Any]:
+        """Several headers at once, among them values that JSON has and msgpack has not."""
+        names = [name for name in HEADERS if name not in ("task", "id")]
+        values = ["lone \ud83d", 10**400, -(10**400), "x" * 70_000, [["x"]], {"x": []}]
+        odd = {name: self._draw.choice([*values, self._odd()]) for name in self._draw.sample(names, 3)}
+        return self._good(**odd)
+
     def kind_linked(self) -> dict[str, Any]:
         call = {"task": "celery.backend_cleanup", "args": [], "kwargs": {"prompt": SECRET}, "options": {"queue": QUEUE}}
         call |= {"subtask_type": None, "immutable": True, "chord_size": None}

@@ -13,6 +13,7 @@ from headrace_broker.messages import GenerateRequest
 from headrace_broker.reasons import ErrorCode
 from headrace_broker.results import ErrorInfo
 from headrace_broker.tracing import CONTEXT_HEADERS
+from headrace_broker.value_rules import is_unicode
 from headrace_engine import errors as engine_errors
 from headrace_engine.chat import ChatOptions
 from headrace_engine.input_processor import InputProcessor
@@ -100,7 +101,7 @@ class Incoming:
 def tenant_of(celery_request: CeleryRequest) -> str | None:
     """Get the tenant that the message names, or None."""
     tenant = celery_request.request_dict.get("tenant")
-    return tenant if isinstance(tenant, str) else None
+    return tenant if isinstance(tenant, str) and is_unicode(tenant) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

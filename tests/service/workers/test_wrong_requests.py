@@ -175,6 +175,7 @@ def test_a_message_without_an_id_becomes_a_dead_letter(service: Service, raw: by
         {"tenant": {"a": [1]}, "idempotency_key": 5},
         {"retries": "many"},
         {"group": "lone \ud83d"},
+        {"tenant": "lone \ud83d"},
         {"parent_id": "lone \ud83d"},
         {"group": 10**400, "parent_id": {"a": [1]}},
     ],

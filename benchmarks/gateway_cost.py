@@ -26,8 +26,8 @@ from rich.table import Table
 
 import command_line
 import runs
-from headrace_engine import default_model
-from headrace_workers.local_gateway import LocalGateway
+from headrace_cli.local.process import LocalGateway
+from headrace_engine.checkpoints import default_model
 from measurements import Setup, running_service, through_queue
 from workload import BenchmarkRequest
 

@@ -19,11 +19,11 @@ import psutil
 
 import command_line
 from gateway_cost import events_of
-from headrace_broker.connections import connect
-from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.registry import register_model
-from headrace_broker.streams import StreamWrite, StreamWriter
-from headrace_workers.local_gateway import LocalGateway
+from headrace_broker.models.registry import register_model
+from headrace_broker.server.connections import connect
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_broker.streams.writer import StreamWrite, StreamWriter
+from headrace_cli.local.process import LocalGateway
 
 _OPENED_AT_ONCE = 50
 _PATIENCE = 120.0

@@ -3,7 +3,7 @@
     python benchmarks/gpu.py [--models llama-3.1-8b,qwen3-0.6b] [--json FILE]
 
 Shapes are those of the named models, weights are random: nothing is downloaded. Each measurement runs in a process of
-its own, one that fails says why and the others go on. Ten minutes on an H200 is the intention; nobody has measured it.
+its own. One that fails says why, and the others continue. It should take ten minutes on an H200, which is not measured.
 `--device cpu --models tiny` runs every line on the CPU, to see that the script itself works.
 
 The roofline counts what must be read: all weights and all K/V of the running requests once a step, at the bandwidth
@@ -261,7 +261,7 @@ class Engine:
         self, device: str, folder: str, max_num_seqs: int, max_model_len: int, *, async_scheduling: bool = False
     ) -> None:
         from headrace_engine.core.engine_core import EngineCore
-        from headrace_engine.engine_args import EngineArgs
+        from headrace_engine.options.engine_args import EngineArgs
         from headrace_engine.runner.cuda.runner import CUDARunner
 
         started = time.perf_counter()
@@ -283,8 +283,8 @@ class Engine:
 
     def run(self, requests: list[tuple[list[int], int]], temperature: float) -> float:
         """Seconds until all have their tokens."""
-        from headrace_engine.request import EngineCoreRequest
-        from headrace_engine.sampling_params import SamplingParams
+        from headrace_engine.requests.request import EngineCoreRequest
+        from headrace_engine.requests.sampling_params import SamplingParams
 
         runner, execute = self.core.runner, self.core.runner.execute_model
         self.steps.clear()

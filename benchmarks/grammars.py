@@ -3,7 +3,7 @@
     python benchmarks/grammars.py [--requests 10000] [--tokens 40]
 
 64 requests at a time walk through forms that fill automata: counted texts, long lists of choices, an enum, any object.
-Each token is drawn at random from its mask; one request of a hundred goes on for 2,000 tokens. No model computes.
+Each token is drawn at random from its mask; one request of a hundred continues for 2,000 tokens. No model computes.
 """
 
 import argparse
@@ -12,6 +12,7 @@ import random
 import resource
 import string
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 import command_line
-from headrace_engine.grammar import GrammarCompiler, TokenizerDefinition
-from headrace_engine.grammar_errors import GrammarError
-from headrace_engine.structured_outputs_params import StructuredOutputsParams
+from headrace_engine.grammar.errors import GrammarError
+from headrace_engine.grammar.grammar import GrammarCompiler, TokenizerDefinition
+from headrace_engine.requests.structured_outputs_params import StructuredOutputsParams
 
 _AT_ONCE = 64
 _LONG_TOKENS = 2000
@@ -107,7 +108,7 @@ def _forms() -> list[StructuredOutputsParams]:
     ]
 
 
-def _object(properties: dict[str, object]) -> dict[str, object]:
+def _object(properties: Mapping[str, object]) -> dict[str, object]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 

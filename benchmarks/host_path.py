@@ -19,27 +19,27 @@ from rich.console import Console
 from rich.table import Table
 
 import runs
-from headrace_broker.connections import connect
-from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.streams import StreamWrite, StreamWriter
-from headrace_engine import default_model
-from headrace_engine.capabilities import EngineCapabilities
-from headrace_engine.config import SchedulerConfig
+from headrace_broker.server.connections import connect
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_broker.streams.writer import StreamWrite, StreamWriter
+from headrace_engine.api.input_processor import InputProcessor
+from headrace_engine.checkpoints import default_model
 from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.core.scheduler import Scheduler
-from headrace_engine.input_processor import InputProcessor
-from headrace_engine.request import EngineCoreRequest, Request
+from headrace_engine.options.capabilities import EngineCapabilities
+from headrace_engine.options.config import SchedulerConfig
+from headrace_engine.requests.request import EngineCoreRequest, Request
+from headrace_engine.requests.sampling_params import RequestOutputKind, SamplingParams
 from headrace_engine.runner.contracts import ModelInfo, RunnerCapabilities, StepOutput
-from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
-from headrace_engine.tokenizer import ModelTokenizer
-from headrace_engine.tokenizer_loader import parts_of, read_tokenizer
+from headrace_engine.text.tokenizer import ModelTokenizer
+from headrace_engine.text.tokenizer_loader import parts_of, read_tokenizer
 from headrace_monitoring.metrics import Metrics
-from headrace_workers.in_flight import InFlight
-from headrace_workers.job import ChoiceRecord, Job
-from headrace_workers.publisher import Publisher
-from headrace_workers.settlement import Settlement
-from headrace_workers.tracing import RequestTracing
+from headrace_workers.requests.in_flight import InFlight
+from headrace_workers.requests.job import ChoiceRecord, Job
+from headrace_workers.requests.settlement import Settlement
+from headrace_workers.requests.streams import Publisher
+from headrace_workers.requests.tracing import RequestTracing
 
 _REQUESTS = 256
 _CHUNKS = (64, 256)
@@ -144,8 +144,8 @@ def worker_microseconds(tokenizer: ModelTokenizer, chunks: int) -> list[float]:
         metrics, tracing = Metrics(model="host-path", queue="host-path"), RequestTracing(None, "host-path")
         writer = StreamWriter(client, ttl_seconds=60)
         engine: Any = _NoEngine(tokenizer)
-        settlement = Settlement(writer, metrics, _forget_result, tracing)
-        in_flight = InFlight(client, writer, engine, settlement, metrics, tracing)
+        settlement = Settlement(writer, metrics, _forget_result, tracing, on_refused=lambda _reason: None)
+        in_flight = InFlight(client, writer, engine, settlement, metrics, tracing, max_num_seqs=chunks)
         in_flight.use_engine(EngineCapabilities.of_everything())
         for number in range(chunks):
             in_flight.start(_job(writer, tokenizer, f"{number:032x}"), None, lambda _job: None)
@@ -197,7 +197,7 @@ class _NoMessage:
     def on_accepted(self, pid: int, at: float) -> None: ...
 
 
-def _forget_result(request_id: str, result: object) -> None: ...
+def _forget_result(request_id: str, result: object, reason: str) -> None: ...
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import workload
-from headrace_workers.stream_timing import StreamTiming, summarise
+from headrace_cli.demo.stream_timing import StreamTiming, summarise
 from workload import BenchmarkRequest
 
 BASELINE_REQUESTS = 8
@@ -126,7 +126,7 @@ def phases(setup: Setup) -> dict[str, Any]:
             steps += 1
         return outputs
 
-    EngineCore.step = counted  # type: ignore[method-assign]
+    EngineCore.step = counted  # type: ignore[assignment,method-assign]
     llm = LLM(setup.model, **setup.engine_options)
     requests = setup.requests()
     started = time.perf_counter()
@@ -252,8 +252,8 @@ async def through_queue(
 async def running_service(setup: Setup, **more: object) -> AsyncIterator[Any]:
     """A server, a worker that has served a request already, and a client. `more` are settings of the worker."""
     from headrace_broker import AsyncClient
-    from headrace_broker.embedded import EmbeddedServer
-    from headrace_workers.local_worker import LocalWorker
+    from headrace_broker.server.embedded import EmbeddedServer
+    from headrace_cli.local.process import LocalWorker
 
     settings: dict[str, Any] = {"log_level": "WARNING"}
     settings |= {name: value for name, value in setup.engine_options.items() if value is not None} | more

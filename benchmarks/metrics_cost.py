@@ -8,14 +8,16 @@ times as long; the last column says how long that is.
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from headrace_monitoring.exposition import ExpositionFormat
 from headrace_monitoring.labels import LabelSets
-from headrace_monitoring.metrics import Metrics
+from headrace_monitoring.metrics import Metrics, Publication
 from headrace_monitoring.service_levels import ModelLevels, RedisLevels, ServiceExposition, ServiceLevels
 from unit.monitoring.scrape import STEP
 
@@ -44,6 +46,7 @@ def exporter_of(models: int) -> ServiceExposition:
             run_out=1,
             dead={"poison": 1},
             oldest_age_seconds=12.5,
+            unread=0,
             blocked=False,
             last_seen=900.0,
         )
@@ -57,6 +60,11 @@ def exporter_of(models: int) -> ServiceExposition:
         may_evict=False,
         evicted_keys=0,
         rejected_connections=0,
+        started_at=0.0,
+        loads_all=True,
+        load_errors=0,
+        messages_before_restart=0,
+        messages_after_restart=0,
     )
     exposition = ServiceExposition(version="0")
     exposition.polled(ServiceLevels(models=found, redis=redis), 0.002)
@@ -71,20 +79,19 @@ def main() -> None:
 
             def step(requests: int = requests, trace_id: str | None = trace_id) -> None:
                 metrics.step(STEP)
+                followed: Counter[tuple[int, float, str | None]] = Counter()
                 for _ in range(requests):
-                    metrics.tokens_followed(1, 0.02, trace_id=trace_id)
-                metrics.tokens_published(requests)
-                metrics.result_phases(0.001, 0.001)
-                metrics.redis_command("publish", 0.001)
-                metrics.stream_entries(requests)
+                    followed[1, 0.02, trace_id] += 1
+                metrics.published(Publication(requests, followed, 0.001, 0.001))
+                metrics.entries_written(requests, 0.001)
 
             seconds = best(step, 50)
             print(f"{requests:20} | {'yes' if trace_id else 'no':6} | {1e6 * seconds:9.0f} | {1e5 * seconds:.1f} ms")
     exporter = exporter_of(10)
     for form in ExpositionFormat:
-        seconds = best(lambda form=form: metrics.exposition(form), 3)
+        seconds = best(partial(metrics.exposition, form), 3)
         print(f"scrape of a worker with 50 tenants, {form.name.lower()}: {1e3 * seconds:.1f} ms")
-        seconds = best(lambda form=form: exporter.exposition(form), 3)
+        seconds = best(partial(exporter.exposition, form), 3)
         print(f"scrape of an exporter with 10 models, {form.name.lower()}: {1e3 * seconds:.1f} ms")
 
 

@@ -15,10 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from headrace_broker.embedded import EmbeddedServer
-from headrace_engine import default_model
-from headrace_workers.local_gateway import LocalGateway
-from headrace_workers.local_worker import LocalWorker
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_cli.local.process import LocalGateway, LocalWorker
+from headrace_engine.checkpoints import default_model
 
 # llm-comply skips its tests of reasoning where the model's name holds no name of a reasoning model
 SERVED_NAME: Final = f"{default_model.NAME}-as-o1-and-claude-4"

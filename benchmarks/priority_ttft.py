@@ -23,8 +23,8 @@ import command_line
 import runs
 import workload
 from headrace_broker import AsyncClient, ChunkEvent, StartEvent
-from headrace_engine import default_model
-from headrace_workers.stream_timing import StreamTiming, percentile
+from headrace_cli.demo.stream_timing import StreamTiming, percentile
+from headrace_engine.checkpoints import default_model
 from measurements import Setup, running_service, through_queue
 from workload import BenchmarkRequest
 
@@ -35,12 +35,12 @@ _ALONE, _WITHOUT, _WITH = "alone", "beside a batch, without preemption", "beside
 
 @dataclass
 class Batch:
-    """A backlog of one worker, and what has come of it."""
+    """A backlog of one worker, and its progress."""
 
     client: AsyncClient
     num_tokens: int = 0
     num_continued: int = 0
-    """Attempts that went on behind an earlier one."""
+    """Attempts that continued an earlier one."""
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, slots: int) -> None:

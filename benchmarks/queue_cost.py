@@ -24,7 +24,7 @@ from rich.table import Table
 
 import command_line
 import runs
-from headrace_engine import default_model
+from headrace_engine.checkpoints import default_model
 from measurements import Setup, running_engine, running_service, through_engine, through_queue
 from workload import BenchmarkRequest
 

@@ -36,7 +36,7 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> dict[st
 
 
 class Loaded:
-    """A measurement that goes on until its input ends: it prints one line of figures for each line that it reads.
+    """A measurement that continues until its input ends: it prints one line of figures for each line that it reads.
 
     Between two lines its processes are stopped, so that others that are loaded have the machine for themselves: some
     engines look for work all the time. None of them outlives the block that it is used in, unless this process is

@@ -26,10 +26,9 @@ from rich.table import Table
 
 import command_line
 import runs
-from headrace_broker.embedded import EmbeddedServer, free_port
-from headrace_engine import default_model
-from headrace_workers.local_gateway import LocalGateway
-from headrace_workers.local_worker import LocalWorker
+from headrace_broker.server.embedded import EmbeddedServer, free_port
+from headrace_cli.local.process import LocalGateway, LocalWorker
+from headrace_engine.checkpoints import default_model
 
 SIDES = ("vLLM", "Headrace")
 FIGURES = {
@@ -119,7 +118,7 @@ def _vllm_server(args: argparse.Namespace) -> Iterator[_VLLMServer]:
 
 @contextmanager
 def _headrace(args: argparse.Namespace) -> Iterator[str]:
-    settings: dict[str, object] = {"dtype": args.dtype, "enable_prefix_caching": False, "log_level": "WARNING"}
+    settings: dict[str, Any] = {"dtype": args.dtype, "enable_prefix_caching": False, "log_level": "WARNING"}
     with tempfile.TemporaryDirectory() as folder, EmbeddedServer() as redis:
         log = Path(folder)
         with (

@@ -20,9 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 import command_line
-from headrace_broker.embedded import EmbeddedServer
-from headrace_workers.local_process import ProcessStartError
-from headrace_workers.local_worker import LocalWorker
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_cli.local.process import LocalWorker, ProcessStartError
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PATIENCE_SECONDS = 180.0

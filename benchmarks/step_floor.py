@@ -92,7 +92,7 @@ def measure(llm: LLM, rows: int, context: int) -> tuple[float, float, float]:
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=_STEPS + 1)
         llm.generate(prompts, params, use_tqdm=False)
     finally:
-        EngineCore.step = step  # type: ignore[method-assign]
+        EngineCore.step = step  # type: ignore[assignment,method-assign]
     return statistics.median(steps), statistics.median(products), statistics.median(packed)
 
 

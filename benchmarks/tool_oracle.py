@@ -13,9 +13,9 @@ from canitoolcall.chunking import ChunkStrategy, split_text
 from canitoolcall.fixtures import Family, Fixture, load_families, load_fixtures
 from canitoolcall.results import CheckResult, Observation, ParsedToolCall, ParseResult, Status
 
-from headrace_gateway.call import ToolForm
 from headrace_gateway.parsers.events import CallArguments, CallBegins, Content, Reasoning
 from headrace_gateway.parsers.registry import make_parser
+from headrace_gateway.requests.call import Function
 
 # By the variants of its reference models: a tool parser, and a reasoning parser.
 PARSERS: Final = {
@@ -44,7 +44,7 @@ PARSERS: Final = {
     "glm53-compact": ("glm45", "think"),
 }
 CUTS: Final = tuple(map(ChunkStrategy.parse, ("one", "rand:1:8", "rand:2:8", "rand:3:40", "char:0", "char:1")))
-CUT: Final = "max_tokens cut the call: what came of it is reported, as the stream has sent it already"
+CUT: Final = "max_tokens cut the call: its first part is reported, as the stream has sent it already"
 KNOWN: Final = {
     "deepseek/vllm-v3-malformed-missing-brace": "the arguments are no JSON: they are passed on as the model wrote them",
     "gpt-oss/llamacpp-builtin-python-recipient": "the call is for a tool that was not given: it is content",
@@ -91,7 +91,7 @@ def outcome_of(fixture: Fixture, family: Family) -> tuple[str, str]:
 
 def parsed(fixture: Fixture, variant: str, prompt: str, pieces: list[str]) -> ParseResult:
     functions = [tool["function"] for tool in fixture.tools]
-    tools = [ToolForm(name=function["name"], parameters=function.get("parameters")) for function in functions]
+    tools = [Function(name=function["name"], parameters=function.get("parameters")) for function in functions]
     tool_parser, reasoning_parser = PARSERS[variant]
     parser = make_parser(tool_parser, reasoning_parser, tools=tools, prompt_tail=prompt)
     content, reasoning = "", ""

@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 import workload
-from headrace_workers.stream_timing import StreamTiming, summarise
+from headrace_cli.demo.stream_timing import StreamTiming, summarise
 
 
 def offline(options: dict[str, Any], requests: list[workload.BenchmarkRequest], prefix_caching: bool) -> dict[str, Any]:

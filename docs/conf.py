@@ -38,6 +38,7 @@ NAVIGATION = {
         "speculative-decoding",
         "deployment",
         "upgrade",
+        "backup",
         "monitoring",
         "remote-control",
     ],
@@ -69,7 +70,7 @@ def _offer_pages_outside(app, docname, content):
 
 
 def _append_navigation(_app, docname, content):
-    """Append the trees of pages here: in the files, GitHub would show them as code."""
+    """Append the toctrees here. In the files, GitHub would show them as code."""
     if docname == "index":
         named = {page for pages in NAVIGATION.values() for page in pages}
         rest = sorted({path.stem for path in Path(__file__).parent.glob("*.md")} - named - {"index"})

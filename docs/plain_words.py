@@ -1,7 +1,7 @@
 """Find coined words where the field has a word of its own: `python docs/plain_words.py`.
 
-Looks at the prose of Markdown pages, and at the comments, docstrings and other strings of Python files. Names are not
-looked at. The exit status is 1 where a word of the table is found.
+Looks at the prose of Markdown pages, at the comments, docstrings and other strings of Python files, and at the comments
+of C and Lua. Names are not looked at. The exit status is 1 where a word of the table is found.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,7 +22,8 @@ INSTEAD = {
     r"debts?|owed": "pending settlement, retried",
     r"displaces?|displaced": "preempts",
     r"news|lulls?|nobody sleeps": "outputs, step without outputs, idle period",
-    r"save up|saves up": "gather credit",
+    r"save up|saves up|credits?": "gather (service), free slots",
+    r"(?:hand(?:s|ed|ing)?|g[ia]ves?|giv(?:en|ing)|put(?:s|ting)?)(?: [\w']+){0,2} back": "requeue, return, free",
     r"seats?|lent": "slot, enabled",
     r"in any company": "batch-invariant",
     r"unheard|(?:who|nobody|anybody|whoever) listens|nobody has listened": "subscriber heartbeat, abandoned",
@@ -30,17 +32,39 @@ INSTEAD = {
     r"(?:comes?|came|becomes?|became) of (?:it|them|him|this)": "say what happens",
     r"in (?:its|their|this replica's) hands": "holds, leased, claimed",
     r"keeps? back|kept (?:back|no more|no longer)": "held back, expired",
+    r"doors?|desks?|knobs?|announcers?|pumps?": "check of the request, requests in flight, parameters, outbox, task",
+    r"go(?:es)? on|went on": "continues",
+    r"anew|afresh": "again",
+    r"(?:is|are|was|were) told|made no turn|does not turn": "gets, is reported, is blocked",
+    r"announcers?|framings?": "publisher, encoder",
 }
 """Words as regular expressions, and what to say instead."""
-_FOLDERS = ("broker", "docs", "engine", "examples", "gateway", "monitoring", "workers")
-_LEFT_OUT = ("docs/plain_words.py", "docs/reference/")  # the second is written from code that is looked at itself
+_FOLDERS = (
+    "benchmarks",
+    "broker",
+    "cli",
+    "deploy",
+    "docs",
+    "engine",
+    "examples",
+    "gateway",
+    "monitoring",
+    "tests",
+    "wire",
+    "workers",
+)
+_LEFT_OUT = (
+    "docs/plain_words.py",
+    "docs/reference/",  # written from code that is looked at itself
+    "tests/unit/test_plain_words.py",
+)
 _NOT_PROSE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`|\]\([^)\s]*\)|<!--.*?-->", re.MULTILINE | re.DOTALL)
 
 
 def files(root: Path = ROOT) -> Iterator[Path]:
     """Find the files to check."""
     found = [*root.glob("*.md"), *(path for name in _FOLDERS for path in (root / name).rglob("*.*"))]
-    for path in sorted(path for path in found if path.suffix in (".md", ".py")):
+    for path in sorted(path for path in found if path.suffix in _PROSE):
         if not path.relative_to(root).as_posix().startswith(_LEFT_OUT):
             yield path
 
@@ -48,14 +72,14 @@ def files(root: Path = ROOT) -> Iterator[Path]:
 def findings(path: Path) -> Iterator[tuple[int, str, str]]:
     """Give the line, the word and what to say instead, for each word of the table."""
     text = path.read_text(encoding="utf-8")
-    for first_line, prose in _python_prose(text) if path.suffix == ".py" else [(1, _markdown_prose(text))]:
+    for first_line, prose in _PROSE[path.suffix](text):
         for words, instead in INSTEAD.items():
             for match in re.finditer(rf"(?<![\w.:/-])(?:{words})(?![\w-]|\.\w|\()", prose, re.IGNORECASE):
                 yield first_line + prose.count("\n", 0, match.start()), match[0], instead
 
 
-def _markdown_prose(text: str) -> str:
-    return _NOT_PROSE.sub(lambda match: "\n" * match[0].count("\n"), text)
+def _markdown_prose(text: str) -> Iterator[tuple[int, str]]:
+    yield 1, _NOT_PROSE.sub(lambda match: "\n" * match[0].count("\n"), text)
 
 
 def _python_prose(text: str) -> Iterator[tuple[int, str]]:
@@ -66,6 +90,21 @@ def _python_prose(text: str) -> Iterator[tuple[int, str]]:
                 re.match(r"\w*f", token.string, re.IGNORECASE) is not None
             )  # names in braces, before Python 3.12
             yield token.start[0], re.sub(r"`[^`\n]*`|\{[^{}\n]*\}" if is_formatted else r"`[^`\n]*`", "", token.string)
+
+
+def _comments(pattern: str, text: str) -> Iterator[tuple[int, str]]:
+    for match in re.finditer(pattern, text, re.DOTALL):
+        yield 1 + text.count("\n", 0, match.start()), re.sub(r"`[^`\n]*`", "", match[0])
+
+
+_C = partial(_comments, r"/\*.*?\*/|//[^\n]*")
+_PROSE: dict[str, Callable[[str], Iterable[tuple[int, str]]]] = {
+    ".md": _markdown_prose,
+    ".py": _python_prose,
+    ".lua": partial(_comments, r"--[^\n]*"),
+    ".c": _C,
+    ".h": _C,
+}
 
 
 def main() -> int:

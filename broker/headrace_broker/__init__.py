@@ -7,13 +7,13 @@
     for chunk in client.stream(request_id):
         print(chunk.text, end="", flush=True)
 
-The package needs no torch. This module does not import the modules that only a worker needs (`leases`, `transport`).
+The package needs no torch. This module does not import what only a worker needs: the transport of `queue`.
 """
 
 from headrace_broker.app import make_app
-from headrace_broker.async_client import AsyncClient
-from headrace_broker.client import Client
-from headrace_broker.dead_letters import DeadLetter
+from headrace_broker.client.async_client import AsyncClient
+from headrace_broker.client.client import Client
+from headrace_broker.client.submission import RequestStatus, SubmitOptions, SubmitRequest
 from headrace_broker.errors import (
     EmbeddedServerError,
     HeadraceBrokerError,
@@ -21,7 +21,6 @@ from headrace_broker.errors import (
     MalformedEntryError,
     QueueFullError,
     QueueUnavailableError,
-    RequestFailedError,
     ResultTimeoutError,
     SettingsError,
     StreamExpiredError,
@@ -29,21 +28,21 @@ from headrace_broker.errors import (
     TransportConfigurationError,
     UnknownModelError,
 )
-from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, StreamEvent
 from headrace_broker.messages import GenerateRequest
-from headrace_broker.model_traits import TemplateTraits
-from headrace_broker.queue_levels import QueueLevels
-from headrace_broker.registry import RegisteredModel
-from headrace_broker.results import CompletionOutput, ErrorInfo, GenerateResult, Logprob, Usage
+from headrace_broker.models.registry import RegisteredModel
+from headrace_broker.models.traits import TemplateTraits
+from headrace_broker.queue.dead_letters import DeadLetter
+from headrace_broker.queue.levels import QueueLevels
+from headrace_broker.results import ChoiceOutput, ErrorInfo, GenerateResult, RequestFailedError, TokenLogprob, Usage
 from headrace_broker.settings import BrokerSettings
-from headrace_broker.submission import RequestStatus, SubmitOptions, SubmitRequest
+from headrace_broker.streams.events import ChunkEvent, EndEvent, StartEvent, StreamEvent
 
 __all__ = [
     "AsyncClient",
     "BrokerSettings",
+    "ChoiceOutput",
     "ChunkEvent",
     "Client",
-    "CompletionOutput",
     "DeadLetter",
     "EmbeddedServerError",
     "EndEvent",
@@ -52,7 +51,6 @@ __all__ = [
     "GenerateResult",
     "HeadraceBrokerError",
     "InvalidRequestError",
-    "Logprob",
     "MalformedEntryError",
     "QueueFullError",
     "QueueLevels",
@@ -69,6 +67,7 @@ __all__ = [
     "SubmitRequest",
     "TemplateTraits",
     "TenantQueueFullError",
+    "TokenLogprob",
     "TransportConfigurationError",
     "UnknownModelError",
     "Usage",

@@ -8,16 +8,17 @@ from celery import Celery
 from kombu import Exchange, Queue
 
 from headrace_broker.content import SERIALIZERS
-from headrace_broker.keys import PRIORITY_STEPS, QUEUE_PREFIX, queue_name
-from headrace_broker.sentinel import FAILOVER_SECONDS, SENTINEL_TIMEOUTS
-from headrace_broker.server_url import ServerUrl
+from headrace_broker.keys import QUEUE_PREFIX, queue_name
+from headrace_broker.server.sentinel import FAILOVER_SECONDS, SENTINEL_TIMEOUTS
+from headrace_broker.server.url import ServerUrl
 from headrace_broker.settings import BrokerSettings
+from headrace_wire.codes import PRIORITY_STEPS
 
-LEASE_TRANSPORT: Final = "headrace_broker.transport:Transport"
+LEASE_TRANSPORT: Final = "headrace_broker.queue.transport:Transport"
 _LEASE_TRANSPORTS: Final = {
     "tcp": LEASE_TRANSPORT,
-    "unix": "headrace_broker.server_transports:SocketTransport",
-    "sentinel": "headrace_broker.server_transports:SentinelTransport",
+    "unix": "headrace_broker.queue.server_transports:SocketTransport",
+    "sentinel": "headrace_broker.queue.server_transports:SentinelTransport",
 }
 
 _PUBLISH_PAUSE: Final = 0.5

@@ -1,31 +1,34 @@
-"""Every error that this package raises, in one tree. Each message can be shown to the caller as it is."""
+"""The exceptions of the broker. Each message can be shown to the caller as it is.
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+HeadraceBrokerError
+├── SettingsError                  a setting or its environment variable has an invalid value
+├── InvalidRequestError            the request is invalid; has a list of all problems (in headrace_wire)
+│   └── UsedRequestIdError         the id that the caller chose belongs to another request
+├── UnknownModelError              no worker ever registered the model
+├── QueueFullError                 the queue is at its limit of requests
+│   └── TenantQueueFullError       the queue is at its limit of requests of one tenant
+├── QueueUnavailableError          Redis could not be reached, or refused the operation
+├── RequestFailedError             the request did not succeed (in `results.py`, beside the result that it holds)
+├── ResultTimeoutError             nothing arrived within the caller's timeout
+├── StreamExpiredError             the stream has expired, or was deleted while it was read
+├── TooManySubscribersError        the stream has the largest number of subscribers that one hub allows
+├── TokenizerCallError             a tokenizer call failed
+├── MalformedEntryError            a stream entry, result or registry value does not have the format of the wire
+├── MalformedMessageError          no worker can use a message in a queue
+├── TransportConfigurationError    the lease transport would lose its delivery guarantees
+└── EmbeddedServerError            no server program was found, or the server did not start
+"""
+
+from collections.abc import Iterable
 
 import redis
 
-from headrace_broker.reasons import ErrorCode
-
-if TYPE_CHECKING:
-    from headrace_broker.results import GenerateResult
-
-
-class HeadraceBrokerError(Exception):
-    """Base class of all errors of this package."""
+from headrace_wire.errors import HeadraceBrokerError as HeadraceBrokerError
+from headrace_wire.errors import InvalidRequestError as InvalidRequestError
 
 
 class SettingsError(HeadraceBrokerError, ValueError):
     """A setting or its environment variable has an invalid value."""
-
-
-class InvalidRequestError(HeadraceBrokerError, ValueError):
-    """The request is invalid. `problems` holds every reason, `code` the error code of the wire."""
-
-    def __init__(self, problems: Sequence[str], *, code: str = ErrorCode.INVALID_REQUEST) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = tuple(problems)
-        self.code = code
 
 
 class UsedRequestIdError(InvalidRequestError):
@@ -33,7 +36,7 @@ class UsedRequestIdError(InvalidRequestError):
 
     def __init__(self, request_id: str) -> None:
         used = f"request_id {request_id!r} was used for a request that runs or has ended"
-        super().__init__([f"{used}: choose a new id"])
+        super().__init__(f"{used}: choose a new id")
         self.request_id = request_id
 
 
@@ -80,17 +83,6 @@ class QueueUnavailableError(HeadraceBrokerError, ConnectionError):
         what = "refused" if isinstance(cause, redis.ResponseError) else "is unavailable"
         super().__init__(f"could not {action}: Redis at {url} {what} ({type(cause).__name__}: {cause})")
         self.url = url
-
-
-class RequestFailedError(HeadraceBrokerError):
-    """The request did not succeed. `result` holds the output so far, if it is known."""
-
-    def __init__(self, request_id: str, code: str, message: str, *, result: "GenerateResult | None" = None) -> None:
-        super().__init__(f"request {request_id} failed with {code}: {message}")
-        self.request_id = request_id
-        self.code = code
-        self.message = message
-        self.result = result
 
 
 class ResultTimeoutError(HeadraceBrokerError, TimeoutError):

@@ -31,16 +31,25 @@ class RedisKey:
     life: str
     holds: str
 
+    @property
+    def lua_name(self) -> str:
+        return f"{self.name}_key" if self.parts else self.name.upper()
+
+    def sample(self) -> str:
+        """Return an expression of Lua for the fixed key, or for one that is built from empty parts."""
+        empty = ", ".join(["''"] * len(self.parts))
+        return f"{self.lua_name}({empty})" if self.parts else self.lua_name
+
     def lua(self) -> str:
         """Return the line of Lua that defines the fixed key, or the function that builds one."""
         if not self.parts:
-            return f"local {self.name.upper()} = {lua_text(self.pattern)}"
+            return f"local {self.lua_name} = {lua_text(self.pattern)}"
         pieces, rest = [], self.pattern
         for part in self.parts:
             before, _, rest = rest.partition(f"<{part}>")
             pieces += [lua_text(before), part] if before else [part]
         pieces += [lua_text(rest)] if rest else []
-        return f"local function {self.name}_key({', '.join(self.parts)}) return {' .. '.join(pieces)} end"
+        return f"local function {self.lua_name}({', '.join(self.parts)}) return {' .. '.join(pieces)} end"
 
 
 class KeySchema:

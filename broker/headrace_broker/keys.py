@@ -1,23 +1,24 @@
 """Declares every Redis key of the queue.
 
 `KEYS` is their table: docs/reference/redis-keys.md shows it, and Lua scripts take the names from it (`scripts.py`).
-The gateway's own keys are in `headrace_gateway.redis_keys`.
+The gateway's own keys are in `headrace_gateway.redis.keys`.
 """
 
 from typing import Final
 from urllib.parse import quote
 
 from headrace_broker.key_schema import KeySchema, RedisType, Writer, span
-from headrace_broker.reasons import DeadLetterReason
+from headrace_wire.codes import PRIORITY_STEPS, DeadLetterReason
 
 QUEUE_PREFIX: Final = "headrace."
-PRIORITY_STEPS: Final = (0, 3, 6, 9)  # 0 is served first; kombu keeps one list a step
+ALL_STEPS: Final = 10
+"""All priority steps are before this one."""
 PRIORITY_SEPARATOR: Final = "\x06\x16"  # kombu's, between the queue and its step
 
 ENDED_SECONDS: Final = 3600
 """The mark of a stream's end outlives the stream by this time."""
-HANDED_BACK_SECONDS: Final = 86_400
-"""Lifetime of a stream whose request was handed back to the queue, where it may wait for long."""
+REQUEUED_SECONDS: Final = 86_400
+"""Lifetime of a stream whose request was returned to the queue, where it may wait for long."""
 LISTENER_SECONDS: Final = 86_400
 ENGINE_LOSSES_SECONDS: Final = 86_400
 """Long, as the message may wait for hours before the next worker takes it."""
@@ -46,43 +47,34 @@ _SHARE: Final = f"{span(SHARE_SECONDS)} after the last message"
 _RESULT: Final = "`HEADRACE_RESULT_TTL_SECONDS`"
 
 MODELS_KEY: Final = KEYS.fixed(
-    *("models", "headrace:models", "hash", _WORKER, _FOR_EVER),
-    "By served name: what its workers registered.",
+    "models", "headrace:models", "hash", _WORKER, _FOR_EVER, "By served name: what its workers registered."
 )
 DEAD_LETTERS_KEY: Final = KEYS.fixed(
-    *("dead_letters", "headrace:dead", "list", _GATEWAY, _FOR_EVER),
-    "The newest thousand dead letters, the newest first.",
+    "dead_letters", "headrace:dead", "list", _GATEWAY, _FOR_EVER, "The newest thousand dead letters, the newest first."
 )
 PROBE_KEY: Final = KEYS.fixed(
-    *("probe", "headrace:probe", "string", _WORKER, "1 ms"),
-    "Nothing: a write to it tests whether the server accepts writes.",
+    "probe", "headrace:probe", "string", _WORKER, "1 ms", "Nothing: a write tests whether the server accepts writes."
 )
 
 # -- leases: one set of keys serves all queues of a Redis database
 
 LEASES_KEY: Final = KEYS.fixed(
-    *("leases", "headrace:lease:leases", "zset", _WORKER, _LEASED),
-    "Lease ids, by their expiry: unix seconds of Redis's clock.",
+    "leases", "headrace:lease:leases", "zset", _WORKER, _LEASED, "Lease ids by their expiry, unix seconds of Redis."
 )
 LEASE_REQUESTS_KEY: Final = KEYS.fixed(
-    *("lease_requests", f"{LEASES_KEY}:request", "hash", _WORKER, _KNOWN),
-    "By request id: the lease id of the first message that had it.",
+    "lease_requests", f"{LEASES_KEY}:request", "hash", _WORKER, _KNOWN, "By request id: its first message's lease id."
 )
 LEASE_BODIES_KEY: Final = KEYS.fixed(
-    *("lease_bodies", "headrace:lease:body", "hash", _WORKER, _KNOWN),
-    "By lease id: the message, byte for byte, once it is sorted.",
+    "lease_bodies", "headrace:lease:body", "hash", _WORKER, _KNOWN, "By lease id: the sorted message, byte for byte."
 )
 LEASE_RECORDS_KEY: Final = KEYS.fixed(
-    *("lease_records", "headrace:lease:record", "hash", _WORKER, _KNOWN),
-    "By lease id: the place and the charge of the message, msgpack.",
+    "lease_records", "headrace:lease:record", "hash", _WORKER, _KNOWN, "By lease id: the place and charge, msgpack."
 )
 LEASE_META_KEY: Final = KEYS.fixed(
-    *("lease_meta", "headrace:lease:meta", "hash", _WORKER, _LEASED),
-    "By lease id: `<owner>|<list in which the message arrived>`.",
+    "lease_meta", "headrace:lease:meta", "hash", _WORKER, _LEASED, "By lease id: `<owner>|<list where it arrived>`."
 )
 LEASE_DELIVERIES_KEY: Final = KEYS.fixed(
-    *("lease_deliveries", "headrace:lease:deliveries", "hash", _WORKER, _KNOWN),
-    "By lease id: how often the message was delivered.",
+    "lease_deliveries", "headrace:lease:deliveries", "hash", _WORKER, _KNOWN, "By lease id: how often it was delivered."
 )
 
 
@@ -145,13 +137,11 @@ def wake_up_key(queue: str) -> str:
 
 # -- fair share: the service that tenants have received
 
-SHARE_CLOCK_KEY: Final = KEYS.fixed(
-    *("share_clock", "headrace:share:clock", "hash", _WORKER, _SHARE),
-    "By list: its virtual time, which is the service at which a tenant was last served.",
+VIRTUAL_TIME_KEY: Final = KEYS.fixed(
+    "virtual_time", "headrace:share:clock", "hash", _WORKER, _SHARE, "By list: the service of the tenant last served."
 )
-SHARE_MEAN_KEY: Final = KEYS.fixed(
-    *("share_mean", "headrace:share:mean", "hash", _WORKER, _SHARE),
-    "By queue: moving average of the tokens of all requests.",
+MEAN_COST_KEY: Final = KEYS.fixed(
+    "mean_cost", "headrace:share:mean", "hash", _WORKER, _SHARE, "By queue: moving average of requests' tokens."
 )
 
 
@@ -170,7 +160,7 @@ def costs_key(queue: str) -> str:
 # -- one request
 
 
-@KEYS.built("stream", _PRODUCER, f"{_RESULT} after its last entry; {span(HANDED_BACK_SECONDS)} while its request waits")
+@KEYS.built("stream", _PRODUCER, f"{_RESULT} after its last entry; {span(REQUEUED_SECONDS)} while its request waits")
 def stream_key(request_id: str) -> str:
     """The stream that carries the tokens of a request."""
     return f"headrace:stream:{request_id}"
@@ -184,7 +174,7 @@ def ended_key(request_id: str) -> str:
 
 @KEYS.built("string", ("subscriber", *_PRODUCER), f"{span(LISTENER_SECONDS)} after each heartbeat")
 def listener_key(request_id: str) -> str:
-    """The `abandon_after` of a request; a subscriber keeps it alive (`listeners.py`)."""
+    """The `abandon_after` of a request; a subscriber keeps it alive (`streams/listeners.py`)."""
     return f"headrace:listener:{request_id}"
 
 
@@ -239,7 +229,7 @@ def queue_lists(queue: str) -> list[str]:
     return [f"{queue}{PRIORITY_SEPARATOR}{step}" if step else queue for step in PRIORITY_STEPS]
 
 
-def level_of(list_name: str) -> int:
+def step_of(list_name: str) -> int:
     """Return the priority step of one of a queue's lists."""
     return int(list_name.partition(PRIORITY_SEPARATOR)[2] or 0)
 

@@ -1,14 +1,15 @@
-"""The final result of a request as Celery's result backend stores it: a public contract. `events.py` has chunks."""
+"""The final result of a request as Celery's result backend stores it: a public contract.
+
+`streams/events.py` has the chunks.
+"""
 
 import builtins
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
-from headrace_broker.errors import MalformedEntryError
-
-FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "expired", "error", "rejected"]
+from headrace_broker.errors import HeadraceBrokerError, MalformedEntryError
 
 
 class _Candidate(NamedTuple):
@@ -19,7 +20,7 @@ class _Candidate(NamedTuple):
     """The token's own text; empty if it ends inside a character, None if the request asked for no text."""
 
 
-class Logprob(_Candidate):
+class TokenLogprob(_Candidate):
     """One candidate for a position: a tuple of four values, on the wire a list of four. `bytes` is sent separately.
 
     Args:
@@ -41,9 +42,9 @@ class Logprob(_Candidate):
         return made
 
 
-TokenLogprobs: TypeAlias = list[list[Logprob]]
+TokenLogprobs: TypeAlias = list[list[TokenLogprob]]
 """One list for each generated token, the sampled token first."""
-PromptLogprobs: TypeAlias = list[list[Logprob] | None]
+PromptLogprobs: TypeAlias = list[list[TokenLogprob] | None]
 """One list for each prompt token, the token itself first; None for the first prompt token, which has no context."""
 
 
@@ -81,7 +82,7 @@ class ErrorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionOutput:
+class ChoiceOutput:
     """One choice. `repr` omits the generated text and tokens, so an output may appear in a log."""
 
     index: int
@@ -119,7 +120,7 @@ class GenerateResult:
     """All choices of a request. With an `error`, `outputs` may be empty or partial."""
 
     request_id: str
-    outputs: list[CompletionOutput]
+    outputs: list[ChoiceOutput]
     usage: Usage | None = None
     error: ErrorInfo | None = None
     prompt_logprobs: PromptLogprobs | None = field(default=None, repr=False)
@@ -138,13 +139,24 @@ class GenerateResult:
         with _decoding("result"):
             return cls(
                 request_id=str(wire["request_id"]),
-                outputs=[CompletionOutput.from_wire(output) for output in wire["outputs"]],
+                outputs=[ChoiceOutput.from_wire(output) for output in wire["outputs"]],
                 usage=Usage.from_wire(wire["usage"]) if wire["usage"] is not None else None,
                 error=ErrorInfo.from_wire(wire["error"]) if wire["error"] is not None else None,
                 prompt_logprobs=prompt_logprobs_from_wire(
                     wire.get("prompt_logprobs"), wire.get("prompt_logprob_bytes")
                 ),
             )
+
+
+class RequestFailedError(HeadraceBrokerError):
+    """The request did not succeed. `result` holds the output so far, if it is known."""
+
+    def __init__(self, request_id: str, code: str, message: str, *, result: GenerateResult | None = None) -> None:
+        super().__init__(f"request {request_id} failed with {code}: {message}")
+        self.request_id = request_id
+        self.code = code
+        self.message = message
+        self.result = result
 
 
 def logprobs_from_wire(
@@ -155,7 +167,7 @@ def logprobs_from_wire(
     return [_candidates(*position) for position in zip(wire, wire_bytes or [None] * len(wire), strict=True)]
 
 
-def logprobs_to_wire(logprobs: Sequence[Sequence[Logprob] | None] | None) -> list[list[list[Any]] | None] | None:
+def logprobs_to_wire(logprobs: Sequence[Sequence[TokenLogprob] | None] | None) -> list[list[list[Any]] | None] | None:
     if logprobs is None:
         return None
     return [None if entry is None else [list(candidate) for candidate in entry] for entry in logprobs]
@@ -170,22 +182,22 @@ def prompt_logprobs_from_wire(
     return [None if entry is None else _candidates(entry, own_bytes) for entry, own_bytes in positions]
 
 
-def logprob_bytes_to_wire(name: str, logprobs: Sequence[Sequence[Logprob] | None] | None) -> dict[str, Any]:
+def logprob_bytes_to_wire(name: str, logprobs: Sequence[Sequence[TokenLogprob] | None] | None) -> dict[str, Any]:
     """Return the candidates' bytes as lists of integers, if any are not the UTF-8 of their text; else an empty map."""
     wire = [[_own_bytes(candidate) for candidate in position or ()] for position in logprobs or ()]
     positions = [None if all(own_bytes is None for own_bytes in position) else position for position in wire]
     return {name: positions} if any(position is not None for position in positions) else {}
 
 
-def _own_bytes(candidate: Logprob) -> list[int] | None:
+def _own_bytes(candidate: TokenLogprob) -> list[int] | None:
     if candidate.bytes is None or candidate.decoded_text is None or candidate.decoded_text.encode() == candidate.bytes:
         return None
     return list(candidate.bytes)
 
 
-def _candidates(wire: Sequence[Sequence[Any]], own_bytes: Sequence[Any] | None) -> list[Logprob]:
+def _candidates(wire: Sequence[Sequence[Any]], own_bytes: Sequence[Any] | None) -> list[TokenLogprob]:
     pairs = zip(wire, own_bytes or [None] * len(wire), strict=True)
-    return [Logprob(*[*candidate, None if data is None else bytes(data)]) for candidate, data in pairs]
+    return [TokenLogprob(*[*candidate, None if data is None else bytes(data)]) for candidate, data in pairs]
 
 
 @contextmanager

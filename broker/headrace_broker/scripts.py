@@ -8,20 +8,36 @@ A script declares its keys and arguments in lines at its top:
 Names of KEYS are those of the package's `KeySchema`, or KEY for any key. A name with `[]` is an array. The elements of
 several arrays alternate. The declarations of preludes come first. The generated prelude also defines `<name>_key(...)`,
 fixed keys and words of the schema. A name that is not declared, or declared twice, is an error.
+
+A line `-- RIGHTS: STREAM` refuses a call before its first write, unless the user may run every command of the script
+and of its preludes on that key, and may write every key of the schema that it uses. Redis does not undo the writes of
+a script in which it refuses a later command.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Final
+from typing import Any, Final
 
-from headrace_broker.key_schema import KeySchema, lua_text
+import redis
+
+from headrace_broker.key_schema import KeySchema, RedisType, lua_text
 from headrace_broker.keys import KEYS
 
 _HEADER: Final = re.compile(r"^-- (KEYS|ARGV): (.*)$", re.MULTILINE)
 _NAME: Final = {"KEYS": re.compile(r"[A-Z_]+(\[\])?"), "ARGV": re.compile(r"[a-z_]+(\[\])?")}
+_RIGHTS: Final = re.compile(r"^-- RIGHTS: ([A-Z_]+)$", re.MULTILINE)
+_COMMAND: Final = re.compile(r"redis\.p?call\('([A-Z]+)'")
+_WRITE: Final[dict[RedisType, str]] = {
+    "string": "SET",
+    "list": "LPUSH",
+    "set": "SADD",
+    "zset": "ZADD",
+    "hash": "HSET",
+    "stream": "XADD",
+}
 _ANY: Final = "key"
 
 
@@ -43,6 +59,16 @@ class LuaScript:
         for row in zip(*(given[name] for name in self.repeated), strict=True):
             keys += row
         return keys
+
+    def bound(self, client: Any) -> Callable[..., Any]:
+        """Return a function that runs the script by a client, with the values of ARGV and the KEYS by their names."""
+        run = client.register_script(self.text)
+        return lambda *args, **keys: run(keys=self.keys(**keys), args=args)
+
+    def read(self, client: "redis.Redis", *args: str, **keys: str | Sequence[str]) -> Any:
+        """Run a script that writes nothing, with its whole text: a read-only user may call nothing else."""
+        found = self.keys(**keys)
+        return client.eval_ro(self.text, len(found), *found, *args)
 
 
 def script(*names: str) -> LuaScript:
@@ -73,10 +99,30 @@ def compose(name: str, body: str, schema: KeySchema) -> LuaScript:
     if problems:
         raise ValueError(f"script {name}: {', '.join(problems)}")
     lines = [line for kind, given in declared.items() for line in _named(kind, given)]
-    lines += [key.lua() for key in schema if (f"{key.name}_key" if key.parts else key.name.upper()) in used]
+    lines += [key.lua() for key in schema if key.lua_name in used]
     lines += [f"local {word} = {lua_text(text)}" for word, text in schema.words.items() if word in used]
+    for key in _RIGHTS.findall(body)[:1]:
+        pairs = [f"{lua_text(command)}, {key}" for command in sorted({*_COMMAND.findall(code)})]
+        pairs += [f"{lua_text(_WRITE[each.type])}, {each.sample()}" for each in schema if each.lua_name in used]
+        lines.append(_check_of_rights(pairs))
     repeated = tuple(each for each, written in zip(keys, declared["KEYS"], strict=True) if written.endswith("[]"))
     return LuaScript("\n".join((*lines, body)), tuple(each for each in keys if each not in repeated), repeated)
+
+
+def _check_of_rights(pairs: Sequence[str]) -> str:
+    """Return Lua that ends the script if the user may not run one of the commands on its key, or it is renamed.
+
+    A check takes Redis a quarter of a microsecond.
+    """
+    return f"""do
+  local rights = {{{", ".join(pairs)}}}
+  for i = 1, #rights, 2 do
+    local is_known, may_run = pcall(redis.acl_check_cmd, rights[i], rights[i + 1])
+    if not (is_known and may_run) then
+      return {{err = 'NOPERM this user may not run ' .. rights[i] .. ' on the key ' .. rights[i + 1] .. ': permit it'}}
+    end
+  end
+end"""
 
 
 def _declared(name: str, kind: str, body: str) -> list[str]:

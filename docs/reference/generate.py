@@ -1,4 +1,4 @@
-"""Write the pages of docs/reference from the code: `python docs/reference/generate.py [--check]`.
+"""Write docs/reference and docs/openapi.json from the code: `python docs/reference/generate.py [--check]`.
 
 Settings, commands, metrics, errors, Redis keys and sampling parameters are declared in the packages. These pages list
 them, so they are never edited by hand. With --check nothing is written: the exit status is 1 where a page is stale.
@@ -24,52 +24,57 @@ from prometheus_client.registry import Collector
 
 from headrace_broker.key_schema import KeySchema
 from headrace_broker.keys import KEYS
-from headrace_broker.reasons import DEAD_LETTER_LABELS, ErrorCode
 from headrace_broker.settings import BrokerSettings
-from headrace_engine.sampling_params import RepetitionDetectionParams, SamplingParams
-from headrace_engine.structured_outputs_params import StructuredOutputsParams
-from headrace_gateway import redis_keys
-from headrace_gateway.broker_errors import api_error_of_end
-from headrace_monitoring import labels
+from headrace_cli.exporter import EXPORTER_PREFIX, ExporterSettings
+from headrace_cli.main import _headrace
+from headrace_engine.requests.sampling_params import RepetitionDetectionParams, SamplingParams
+from headrace_engine.requests.structured_outputs_params import StructuredOutputsParams
+from headrace_gateway.http.broker_errors import api_error_of_end
+from headrace_gateway.openapi.document import text as openapi_text
+from headrace_gateway.redis import keys as redis_keys
+from headrace_gateway.settings import GATEWAY_PREFIX, GatewaySettings
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.service_levels import ModelLevels, RedisLevels, ServiceExposition, ServiceLevels
-from headrace_workers.cli.main import _headrace
-from headrace_workers.environment import variable_of
+from headrace_wire.codes import ErrorCode, GatewayCode
+from headrace_wire.environment import variable_of
+from headrace_wire.option import Option, options_of
 from headrace_workers.settings import SETTINGS
 
-FOLDER = Path(__file__).parent
+DOCS = Path(__file__).parents[1]
 COMMAND = "make reference"
-_ERROR_MODULES = (
-    "headrace_broker.errors",
-    "headrace_engine.errors",
-    "headrace_gateway.errors",
-    "headrace_workers.errors",
-    "headrace_monitoring.errors",
-)
-_LABELS = labels.LabelSets(dead_letter_reasons=DEAD_LETTER_LABELS)
+_ERROR_MODULES = {
+    "headrace_wire": ("errors",),
+    "headrace_broker": ("errors", "results"),
+    "headrace_engine": ("errors",),
+    "headrace_gateway": ("errors",),
+    "headrace_workers": ("errors",),
+    "headrace_cli": ("errors",),
+    "headrace_monitoring": ("errors",),
+}
 _MOST_VALUES = 12
 """A label with more values is shown by the first four and the last."""
 
 
 def pages() -> dict[str, str]:
-    """Each page's text by its file name."""
+    """Each file's text by its path in docs/."""
     return {
-        "settings.md": _page("Settings", _settings()),
-        "cli.md": _page("Commands", _cli()),
-        "metrics.md": _page("Metrics", _metrics()),
-        "errors.md": _page("Errors", _errors()),
-        "redis-keys.md": _page("Redis keys", _redis_keys()),
-        "sampling-params.md": _page("SamplingParams", _sampling_params()),
+        "reference/settings.md": _page("Settings", _settings()),
+        "reference/cli.md": _page("Commands", _cli()),
+        "reference/metrics.md": _page("Metrics", _metrics()),
+        "reference/errors.md": _page("Errors", _errors()),
+        "reference/redis-keys.md": _page("Redis keys", _redis_keys()),
+        "reference/sampling-params.md": _page("SamplingParams", _sampling_params()),
+        "openapi.json": openapi_text(),
     }
 
 
-def stale(folder: Path = FOLDER) -> list[str]:
-    """Names of the pages whose files differ from the code."""
+def stale(docs: Path = DOCS) -> list[str]:
+    """Paths in docs/ of the files that differ from the code."""
     return [
         name
         for name, text in pages().items()
-        if not (folder / name).is_file() or (folder / name).read_text(encoding="utf-8") != text
+        if not (docs / name).is_file() or (docs / name).read_text(encoding="utf-8") != text
     ]
 
 
@@ -82,31 +87,27 @@ def _page(title: str, lines: Iterable[str]) -> str:
 
 
 def _settings() -> Iterator[str]:
-    yield "Every setting is an environment variable. A worker's settings are also flags of `headrace worker`:"
-    yield "`HEADRACE_MAX_NUM_SEQS` is the flag `--max-num-seqs`. A flag wins over its variable. Times are in seconds."
-    flags = {option.name: option for option in _command("worker").params}
-    yield from ("", "## Queue", "", "Read by clients, workers, the gateway and the exporter.", "")
-    yield from ("| variable, flag | default | meaning |", "|---|---|---|")
-    texts = _field_texts(BrokerSettings)
-    for name, default in _defaults(BrokerSettings):
-        flag = flags.get(name)
-        names = [f"HEADRACE_{name.upper()}", *(flag.opts if flag is not None else ())]
-        yield _row(_lines(names), _shown(default), texts.get(name) or _help(flag))
-    yield from ("", "## Worker", "")
-    yield "Read by `headrace worker` and `celery -A headrace_workers.app worker`. None: not set."
-    yield from ("", "| variable, flag | default | meaning |", "|---|---|---|")
-    for setting in SETTINGS:
-        default = "required" if setting.name == "model" else _shown(setting.default)
-        yield _row(_lines([variable_of(setting), *flags[setting.name].opts]), default, setting.help)
-    yield from ("", "## Gateway", "", "Read by `headrace gateway`, beside those of the queue.", "")
-    yield from ("| variable, flag | default | meaning |", "|---|---|---|")
-    for option in _command("gateway").params:
-        if str(option.envvar or "").startswith("HEADRACE_GATEWAY_"):
-            yield _row(_lines([str(option.envvar), option.opts[0]]), _shown(_default(option)), _help(option))
+    yield "Every setting is an environment variable. Most are also flags of a command: `HEADRACE_MAX_NUM_SEQS` is"
+    yield "`--max-num-seqs` of `headrace worker`. A flag wins over its variable. Times are in seconds. None: not set."
+    commands = "`headrace worker` and `celery -A headrace_workers.app worker`"
+    yield from _table("Queue", "clients, workers, the gateway and the exporter", options_of(BrokerSettings), "worker")
+    yield from _table("Worker", commands, SETTINGS, "worker")
+    gateway = "`headrace gateway`, beside those of the queue"
+    yield from _table("Gateway", gateway, options_of(GatewaySettings), "gateway", GATEWAY_PREFIX)
+    yield from _table("Exporter", "`headrace exporter`", options_of(ExporterSettings), "exporter", EXPORTER_PREFIX)
 
 
-def _lines(names: Iterable[str]) -> str:
-    return "<br>".join(f"`{name}`" for name in names)
+def _table(
+    title: str, readers: str, options: Iterable[Option], command: str, prefix: str = "HEADRACE"
+) -> Iterator[str]:
+    yield from ("", f"## {title}", "", f"Read by {readers}.", "")
+    yield from ("| variable, flag | default | limits | meaning |", "|---|---|---|---|")
+    flags = {flag.name: flag.opts[:1] for flag in _command(command).params}
+    for option in options:
+        default = "required" if option.name == "model" else _shown(option.default)
+        names = [variable_of(option, prefix), *flags.get(option.name, [])]
+        limits = (option.limits or "").removeprefix("must be ")
+        yield _row("<br>".join(f"`{name}`" for name in names), default, limits, option.help)
 
 
 def _defaults(kind: Any) -> Iterator[tuple[str, object]]:
@@ -173,17 +174,18 @@ def _metrics() -> Iterator[str]:
 
 
 def _worker_registry() -> Collector:
-    return Metrics(model="MODEL", queue="headrace.MODEL", version="VERSION", label_sets=_LABELS).registry
+    return Metrics(model="MODEL", queue="headrace.MODEL", version="VERSION").registry
 
 
 def _exporter_registry() -> Collector:
-    exposition = ServiceExposition(version="VERSION", label_sets=_LABELS)
+    exposition = ServiceExposition(version="VERSION")
     level = ModelLevels(
         model="MODEL",
         queue="headrace.MODEL",
         ready={},
         leased=0,
         run_out=0,
+        unread=0,
         dead={},
         oldest_age_seconds=0.0,
         blocked=False,
@@ -197,6 +199,11 @@ def _exporter_registry() -> Collector:
         may_evict=False,
         evicted_keys=0,
         rejected_connections=0,
+        started_at=0.0,
+        loads_all=True,
+        load_errors=0,
+        messages_before_restart=0,
+        messages_after_restart=0,
     )
     exposition.polled(ServiceLevels(models=[level], redis=redis), 0.0)
     return exposition.registry
@@ -236,13 +243,12 @@ def _errors() -> Iterator[str]:
         "`headrace_gateway_refusals_total`. [Gateway](../gateway.md#errors-and-headers) says when to try again.",
         "",
     )
-    yield ", ".join(f"`{code}`" for code in sorted(labels.REFUSALS) if code != labels.OTHER) + "."
-    for module_name in _ERROR_MODULES:
-        module = importlib.import_module(module_name)
-        yield from ("", f"## Exceptions of `{module_name.partition('.')[0]}`", "", "| exception | is a | meaning |")
-        yield "|---|---|---|"
-        for kind in vars(module).values():
-            if inspect.isclass(kind) and issubclass(kind, Exception) and kind.__module__ == module_name:
+    yield ", ".join(f"`{code}`" for code in sorted((*ErrorCode, *GatewayCode))) + "."
+    for package, modules in _ERROR_MODULES.items():
+        yield from ("", f"## Exceptions of `{package}`", "", "| exception | is a | meaning |", "|---|---|---|")
+        names = [f"{package}.{name}" for name in modules]
+        for module, kind in ((name, kind) for name in names for kind in vars(importlib.import_module(name)).values()):
+            if inspect.isclass(kind) and issubclass(kind, Exception) and kind.__module__ == module:
                 bases = ", ".join(f"`{base.__name__}`" for base in kind.__bases__)
                 yield _row(f"`{kind.__name__}`", bases, _first_paragraph(kind))
 
@@ -311,15 +317,6 @@ def _field_texts(kind: type) -> dict[str, str]:
     return texts
 
 
-def _help(option: click.Parameter | None) -> str:
-    """The help of an option without the default, which has a column of its own."""
-    return re.sub(r" ?\[[^\]]*\]\.?$", "", getattr(option, "help", None) or "")
-
-
-def _default(option: click.Parameter) -> object:
-    return None if type(option.default).__name__ == "Sentinel" or option.default == () else option.default
-
-
 def _shown(default: object) -> str:
     if default in (None, "", [], (), {}):
         return ""
@@ -338,10 +335,10 @@ def main() -> int:
     if parser.parse_args().check:
         old = stale()
         if old:
-            sys.stderr.write(f"docs/reference: {', '.join(old)} differ from the code; run `{COMMAND}`\n")
+            sys.stderr.write(f"{', '.join(old)} in docs/ differ from the code; run `{COMMAND}`\n")
         return 1 if old else 0
     for name, text in pages().items():
-        (FOLDER / name).write_text(text, encoding="utf-8")
+        (DOCS / name).write_text(text, encoding="utf-8")
     return 0
 
 

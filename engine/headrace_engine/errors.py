@@ -4,26 +4,23 @@ HeadraceEngineError
 ├── ConfigError              an engine option is wrong or does not fit the machine
 ├── ModelLoadError           the model folder or name cannot be served
 │   └── ModelFetchError      the default model could not be fetched or converted
-├── InvalidRequestError      the request is invalid; has a list of all problems
+├── InvalidRequestError      the request is invalid; has a list of all problems (in headrace_wire)
 │   ├── ContextLengthError   the prompt does not fit the model's context
 │   └── LoRAError            the LoRA adapter cannot be served, or not by this engine
 │       └── LoRACapacityError   all adapters that fit in memory are pinned or in use
 ├── DuplicateRequestError    the request id is in use
-├── QueueFullError           the engine's own waiting queue is at its limit
+├── EngineFullError          the engine's own waiting queue is at its limit
 ├── EngineDrainingError      the engine finishes its requests and accepts no more
 ├── RecompilationError       a step needs a shape that was not compiled at the start
 └── EngineDeadError          the core failed and cannot serve any more
 """
 
 import traceback
-from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final
 
-EngineDeathCause = Literal["crash", "out_of_memory", "recompilation"]
-
-
-class HeadraceEngineError(Exception):
-    """Base class of all errors that the engine raises deliberately."""
+from headrace_wire.codes import EngineDeathCause, ErrorCode
+from headrace_wire.errors import HeadraceEngineError as HeadraceEngineError
+from headrace_wire.errors import InvalidRequestError as InvalidRequestError
 
 
 class ConfigError(HeadraceEngineError, ValueError):
@@ -38,16 +35,6 @@ class ModelFetchError(ModelLoadError):
     """The default model could not be downloaded or converted."""
 
 
-class InvalidRequestError(HeadraceEngineError, ValueError):
-    """A request was refused before it was queued. `problems` has one message for each problem."""
-
-    code = "invalid_request"
-
-    def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__("; ".join(self.problems))
-
-
 class ContextLengthError(InvalidRequestError):
     """The prompt leaves no room for a single generated token.
 
@@ -55,7 +42,7 @@ class ContextLengthError(InvalidRequestError):
     these words.
     """
 
-    code = "context_length_exceeded"
+    code = ErrorCode.CONTEXT_LENGTH_EXCEEDED
 
 
 class LoRAError(InvalidRequestError):
@@ -70,7 +57,7 @@ class DuplicateRequestError(HeadraceEngineError, ValueError):
     """An unfinished request has the same id."""
 
 
-class QueueFullError(HeadraceEngineError):
+class EngineFullError(HeadraceEngineError):
     """The queue of the engine is full. `option` is the name of the reached limit and `limit` is its value."""
 
     def __init__(self, option: str, limit: int, waiting: str) -> None:
@@ -80,7 +67,7 @@ class QueueFullError(HeadraceEngineError):
 
 
 class EngineDrainingError(HeadraceEngineError):
-    """The engine was told to drain and refuses new requests."""
+    """The engine drains and refuses new requests."""
 
 
 class RecompilationError(HeadraceEngineError):
@@ -102,6 +89,11 @@ class EngineDeadError(HeadraceEngineError):
 
 NOTHING_MAY_FOLLOW: Final = "no token is left that may follow: the request's rules forbid them all"
 """The error of a request whose parameters turn out to contradict each other during generation."""
+
+
+def is_caused_by_request(error: str) -> bool:
+    """Whether the error that ended a request says that its rules or its grammar cannot be followed."""
+    return error == NOTHING_MAY_FOLLOW or error.startswith("structured_outputs: ")
 
 
 def raised_at(error: BaseException) -> str:

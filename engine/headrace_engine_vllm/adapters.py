@@ -1,7 +1,7 @@
 """LoRA adapters in vLLM, for Headrace's `LoRAManager`, which decides which are loaded and counts who uses them.
 
-vLLM reads an adapter between two steps, in the thread of the steps. It knows adapters by dense numbers: runner v2 keeps
-them in 32 bits, Headrace's ids have 48.
+vLLM reads an adapter between two steps, in the thread that computes steps. Its runner v2 keeps adapter ids in 32 bits.
+Headrace's ids have 48, so each adapter gets a small number here.
 """
 
 import itertools
@@ -15,16 +15,16 @@ from typing import Any
 from vllm.lora.request import LoRARequest as VLLMLoRARequest
 
 from headrace_engine.errors import LoRAError
-from headrace_engine.lora_request import LoRARequest
+from headrace_engine.requests.lora_request import LoRARequest
 from headrace_engine_vllm.errors import sentence_of
 
 
-class Adapters:
-    """The adapters that vLLM has, by the version that `LoRAManager` gave them.
+class LoadedAdapters:
+    """The adapters that vLLM has loaded, by the version that `LoRAManager` gave them.
 
     Args:
         client: vLLM's `InprocClient`.
-        wake: called, from any thread, when there is something to do between two steps.
+        wake: called from any thread when there is a task to run between two steps.
     """
 
     def __init__(self, client: Any, wake: Callable[[], None]) -> None:
@@ -36,9 +36,9 @@ class Adapters:
         self._tasks: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
 
     def load_lora(self, version: int, request: LoRARequest) -> None:
-        """Blocks while the adapter is read. Raises LoRAError."""
+        """Load an adapter. Blocks until it is read. Raises LoRAError."""
         if not Path(request.lora_path).is_dir():  # vLLM would look for it on the hub
-            raise LoRAError(f"LoRA adapter {request.lora_name!r} is in {request.lora_path!r}, which is no folder")
+            raise LoRAError(f"LoRA adapter {request.lora_name!r} is in {request.lora_path!r}, which is not a folder")
         wanted = VLLMLoRARequest(request.lora_name, next(self._ids), request.lora_path)
 
         def load() -> None:
@@ -52,7 +52,7 @@ class Adapters:
         self._between_steps(load).result()
 
     def unload_lora(self, version: int) -> None:
-        """Takes effect before the next step. From any thread."""
+        """Unload an adapter before the next step. Call it from any thread."""
         self._between_steps(lambda: self._client.remove_lora(self._loaded.pop(version).lora_int_id))
 
     def _between_steps(self, task: Callable[[], None]) -> "Future[None]":
@@ -69,16 +69,16 @@ class Adapters:
         return not self._tasks.empty()
 
     def run_tasks(self) -> None:
-        """In the thread of the steps."""
+        """Load and unload adapters. Call it in the thread that computes steps."""
         while not self._tasks.empty():
             task, done = self._tasks.get()
             try:
                 task()
-            except Exception as error:  # noqa: BLE001  # the caller is told
+            except Exception as error:  # noqa: BLE001  # the caller gets it
                 done.set_exception(error)
             else:
                 done.set_result(None)
 
     def of(self, version: int) -> VLLMLoRARequest:
-        """The adapter as a request of vLLM's names it."""
+        """Return the adapter for a request of vLLM."""
         return self._loaded[version]

@@ -5,9 +5,9 @@ import sys
 import warnings
 from typing import TYPE_CHECKING
 
-from headrace_engine.config import EngineConfig
 from headrace_engine.core.serving import Core, run
 from headrace_engine.errors import ConfigError
+from headrace_engine.options.config import EngineConfig
 from headrace_engine_vllm.environment import prepare
 from headrace_engine_vllm.log_lines import guard_logs
 from headrace_engine_vllm.versions import check_version
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def _make_core(config: EngineConfig) -> Core:
     prepare(config, os.environ)
     logs = guard_logs()
-    warnings.simplefilter("ignore", FutureWarning)  # of vLLM's use of torch
+    warnings.simplefilter("ignore", FutureWarning)  # about how vLLM uses torch
     version, core_type = _import_vllm()
     core: VLLMCore = core_type(config, version)
     core.warm_up()
@@ -28,11 +28,11 @@ def _make_core(config: EngineConfig) -> Core:
 
 
 def _import_vllm() -> "tuple[str, type[VLLMCore]]":
-    """Only now: it reads the environment when it is imported. Returns its version, and the core.
+    """Import vLLM, which reads the environment at its import. Return its version and the core.
 
     Raises:
         ImportError: it is not installed.
-        ConfigError: it is of another version than is supported, or what it needs is broken.
+        ConfigError: its version is not supported, or a package that it needs cannot be imported.
     """
     try:
         from vllm.version import __version__ as version
@@ -41,11 +41,11 @@ def _import_vllm() -> "tuple[str, type[VLLMCore]]":
         from headrace_engine_vllm.core import VLLMCore
     except (ImportError, ConfigError):
         raise
-    except Exception as error:  # such as torch's, of a package that is built for another torch
+    except Exception as error:  # such as torch's error for a package that was built for another torch
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"vLLM cannot be imported by {sys.executable} ({type(error).__name__}: {reason}): mend that environment, "
-            "or name another one by engine_python"
+            f"vLLM cannot be imported by {sys.executable} ({type(error).__name__}: {reason}): repair that "
+            "environment, or give another one as engine_python"
         ) from error
     return version, VLLMCore
 

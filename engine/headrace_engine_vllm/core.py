@@ -1,11 +1,10 @@
 """`VLLMCore`: the child's `Core` on vLLM's `InputProcessor` and `InprocClient`.
 
-One step is vLLM's: its scheduler decides, its model runner computes, its scheduler takes the tokens in. Here requests
-and outputs are put into the other's form, and what vLLM leaves to its servers is done: limits of the queue, adapters,
-reasons of failures.
+vLLM computes each step: its scheduler chooses requests, its model runner computes, its scheduler stores the tokens.
+This module converts requests and outputs. It also does what vLLM leaves to its servers: limits of the queue, loading
+of adapters, and reasons of failures.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -13,22 +12,23 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.v1.metrics.stats import SchedulerStats
 
-from headrace_engine.capabilities import ExactResume
-from headrace_engine.capability_checks import CapabilityChecks
 from headrace_engine.core.lora_manager import LoadedLoRA, LoRAManager
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.core.request_queue import QueueLimits
-from headrace_engine.core.runner_factory import load_tokenizer
 from headrace_engine.core.stop_check import check_stop
-from headrace_engine.errors import LoRAError, QueueFullError
-from headrace_engine.request import EngineCoreRequest, FinishReason, Request
-from headrace_engine_vllm import description, probe, startup, statistics
-from headrace_engine_vllm.adapters import Adapters
+from headrace_engine.core.tokenizer_source import TokenizerSource
+from headrace_engine.errors import EngineFullError, LoRAError
+from headrace_engine.options.capabilities import CapabilityChecks, ExactResume
+from headrace_engine.requests.request import EngineCoreRequest, FinishReason, Request
+from headrace_engine_vllm import description, probe, startup
+from headrace_engine_vllm.adapters import LoadedAdapters
 from headrace_engine_vllm.errors import memory_errors, refusal_of
-from headrace_engine_vllm.requests import RunningRequest, output_of, sampling_params
+from headrace_engine_vllm.extensions import statistics
+from headrace_engine_vllm.grammars import Grammars
+from headrace_engine_vllm.requests import HeldRequest, output_of, sampling_params
 
 if TYPE_CHECKING:
-    from headrace_engine.config import EngineConfig
+    from headrace_engine.options.config import EngineConfig
 
 _GRAMMAR_WAIT_SECONDS: Final = 0.02
 _NO_BLOCKS: Final = 1 << 30
@@ -42,12 +42,10 @@ class VLLMCore:
         ConfigError, ModelLoadError: it cannot be had.
     """
 
-    is_prepared_for_grammars = True
-
     def __init__(self, config: "EngineConfig", version: str) -> None:
         self._config = config
         self._version = version
-        self.wake: Callable[[], None] = lambda: None  # until the child's loop has said how to wake it
+        self.wake: Callable[[], None] = lambda: None  # the child's loop sets it
         self._engine = startup.create_engine(config, version)
         self._client: Any = self._engine.engine_core
         self._scheduler = self._client.engine_core.scheduler
@@ -56,19 +54,21 @@ class VLLMCore:
         self._last_stats = SchedulerStats()
         self.model_info = description.model_info(self._engine, config)
         self._claim("none")
+        self._tokenizer = TokenizerSource(config, self.model_info)
+        self._grammars = Grammars(self._tokenizer.create_grammar_compiler)
         self._eos_token_ids = frozenset(self.model_info.eos_token_ids)
         self._queue = QueueLimits(config.scheduler.max_num_queued_requests, config.scheduler.max_num_queued_tokens)
-        self._running: dict[str, RunningRequest] = {}
-        """By Headrace's id."""
+        self._running: dict[str, HeldRequest] = {}
+        """Requests by Headrace's id."""
         self._ids: dict[str, str] = {}
-        """Headrace's id by vLLM's."""
+        """Headrace's ids by vLLM's."""
         self._answers: list[EngineCoreOutput] = []
-        """Outputs that no step has to be computed for."""
-        self._adapters = Adapters(self._client, lambda: self.wake())
+        """Outputs that need no step, such as refusals."""
+        self._adapters = LoadedAdapters(self._client, lambda: self.wake())
         self._loras = self._load_adapters()
 
     def warm_up(self) -> None:
-        """Compute the first requests before there are any, and find out what can be resumed exactly."""
+        """Compute some requests of our own, and find out which requests can be resumed exactly."""
         self._claim(probe.exact_resume(self))
 
     def _claim(self, exact: ExactResume) -> None:
@@ -78,7 +78,7 @@ class VLLMCore:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def add_request(self, message: EngineCoreRequest) -> None:
-        """Queue a request. One that is refused, or complete already, is answered by the next step."""
+        """Queue a request. If it is refused or already complete, the next step answers it."""
         if message.lora_request is None:
             if self._may_wait(message):
                 self._add(message, None)
@@ -93,14 +93,14 @@ class VLLMCore:
             return False
         try:
             self._queue.enter(message.request_id, len(message.prompt_token_ids) + len(message.output_token_ids))
-        except QueueFullError as error:
+        except EngineFullError as error:
             self._answers.append(_refusal(message, str(error)))
             return False
         return True
 
     def _add(self, message: EngineCoreRequest, lora: LoadedLoRA | None) -> None:
         if message.output_token_ids:
-            # An earlier attempt may have died after its last token, before it said that it was the last.
+            # an earlier attempt may have ended after the last token, before it reported the end
             reason, stop = check_stop(Request(message, _NO_BLOCKS), self.model_info.max_model_len)
             if reason is not None:
                 self._queue.leave(message.request_id)
@@ -108,7 +108,7 @@ class VLLMCore:
                 self._answers.append(answer)
                 _release(lora)
                 return
-        # the door has asked already; but vLLM does not survive a request that exceeds a limit
+        # checked before, when the request was submitted; but a request over a limit would end vLLM
         problems = self._checks.problems(message.sampling_params, message.bad_words_token_ids)
         refusal = "; ".join(problems) or self._queue_in_vllm(message, lora)
         if refusal:
@@ -116,7 +116,7 @@ class VLLMCore:
             self._refuse(message, refusal)
 
     def _queue_in_vllm(self, message: EngineCoreRequest, lora: LoadedLoRA | None) -> str | None:
-        """Returns the sentence with which vLLM refuses the request; None where it does not."""
+        """Add the request to vLLM. Return the message with which vLLM refuses it, or None."""
         try:
             request = self._vllm_request(message, lora)
             vllm_id: str = request.request_id
@@ -128,26 +128,26 @@ class VLLMCore:
                 self._scheduler.emitted.pop(vllm_id, None)
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001  # it is this request's: no step has begun
+        except Exception as error:  # noqa: BLE001  # it concerns this request only: no step has begun
             return refusal_of(error)
-        running = RunningRequest(message=message, vllm_id=vllm_id, lora=lora)
+        running = HeldRequest(message=message, vllm_id=vllm_id, lora=lora)
         running.theirs = self._scheduler.requests.get(vllm_id)
         self._running[message.request_id] = running
         self._ids[vllm_id] = message.request_id
         return None
 
     def _vllm_request(self, message: EngineCoreRequest, lora: LoadedLoRA | None) -> Any:
-        """The request as vLLM's core takes it, checked by vLLM's door."""
+        """Return the request as vLLM's core takes it. vLLM's input processor checks it."""
         prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": message.prompt_token_ids}
         salt = message.cache_salt
-        if lora is not None:  # vLLM tells adapters apart by name and folder, which a new version may share
+        if lora is not None:  # vLLM identifies adapters by name and folder, which a new version may share
             salt = f"{salt}\0adapter {lora.version}"
         if salt:
             prompt["cache_salt"] = salt
         request = self._engine.input_processor.process_inputs(
             message.request_id,
             prompt,
-            sampling_params(message),
+            sampling_params(message, self._grammars.of(message)),
             supported_tasks=self._tasks,
             arrival_time=message.arrival_time or None,
             lora_request=self._adapters.of(lora.version) if lora is not None else None,
@@ -171,7 +171,7 @@ class VLLMCore:
                 gone.append(self._forget(request_id).vllm_id)
         self._client.abort_requests(gone)
 
-    def _forget(self, request_id: str) -> RunningRequest:
+    def _forget(self, request_id: str) -> HeldRequest:
         request = self._running.pop(request_id)
         del self._ids[request.vllm_id]
         _release(request.lora)
@@ -182,7 +182,7 @@ class VLLMCore:
     def has_work(self) -> bool:
         if self._answers or self._adapters.has_tasks or (self._loras is not None and self._loras.may_be_ready):
             return True
-        # requests that have ended are in vLLM's runner until a step tells it, steps in flight until they are taken
+        # the next step removes ended requests from vLLM's runner; the results of steps in flight must be read
         return bool(self._scheduler.has_requests() or self._client.engine_core.batch_queue)
 
     def step(self) -> EngineCoreOutputs:
@@ -217,7 +217,7 @@ class VLLMCore:
     def _admitted(self, vllm_ids: Iterable[str]) -> Iterable[str]:
         for vllm_id in vllm_ids:
             request = self._running.get(self._ids.get(vllm_id, ""))
-            if request is not None and not request.is_admitted:  # runner v2 is sent a preempted request as a new one
+            if request is not None and not request.is_admitted:  # runner v2 gets a preempted request as a new one
                 request.is_admitted = True
                 self._queue.leave(request.message.request_id)
                 yield request.message.request_id
@@ -226,7 +226,7 @@ class VLLMCore:
         for theirs in outputs:
             request_id = self._ids.get(theirs.request_id)
             if request_id is None:
-                continue  # aborted meanwhile
+                continue  # it was aborted
             output = output_of(self._running[request_id], theirs, self._eos_token_ids)
             if output.finish_reason is not None:
                 self._queue.leave(request_id)
@@ -251,23 +251,27 @@ class VLLMCore:
                 self._add(message, found)
 
     def call(self, method: str, *args: Any) -> "Future[Any]":
-        """The methods of `EngineCore.call`."""
+        """Call a method, as `EngineCore.call` does."""
+        if method == "tokenizer":
+            return self._tokenizer.describe()
         done: Future[Any] = Future()
         try:
-            if method == "tokenizer":
-                done.set_result(dataclasses.asdict(load_tokenizer(self._config)))
-            elif method == "reset_prefix_cache":
+            if method == "reset_prefix_cache":
                 done.set_result(bool(self._client.reset_prefix_cache()))
             elif self._loras is None:
                 raise LoRAError(_NO_LORA)
             else:
                 return self._loras.call(method, *args)
-        except Exception as error:  # noqa: BLE001  # the caller is told
+        except Exception as error:  # noqa: BLE001  # the caller gets it
             done.set_exception(error)
         return done
 
+    @property
+    def is_prepared_for_grammars(self) -> bool:
+        return self._grammars.is_loaded
+
     def prepare_for_grammars(self) -> None:
-        """vLLM makes its tables of the vocabulary for the first grammar, in a thread of its own."""
+        self._grammars.load()
 
     def check_integrity(self) -> None:
         assert not self._running and not self._ids, "requests have ended that are still known"

@@ -1,4 +1,4 @@
-"""What the engine tells of its model and of itself in its first frame."""
+"""The model and the capabilities that the engine reports in its first frame."""
 
 import logging
 import math
@@ -8,25 +8,26 @@ from typing import TYPE_CHECKING, Any, Final
 
 from vllm.platforms import current_platform
 
-from headrace_engine.capabilities import STRUCTURED_OUTPUTS, EngineCapabilities, ExactResume
-from headrace_engine.checkpoint import fingerprint, local_folder, tensors_in
-from headrace_engine.engine_args_checks import GENERATION_DEFAULTS
+from headrace_engine.checkpoints.checkpoint import fingerprint, local_folder, tensors_in
+from headrace_engine.options.capabilities import STRUCTURED_OUTPUTS, EngineCapabilities, ExactResume
+from headrace_engine.options.engine_args_checks import GENERATION_DEFAULTS
 from headrace_engine.runner.contracts import ModelInfo
-from headrace_engine_vllm import startup, statistics
+from headrace_engine_vllm import startup
+from headrace_engine_vllm.extensions import statistics
 from headrace_engine_vllm.versions import draws_name
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
 
-    from headrace_engine.config import EngineConfig
+    from headrace_engine.options.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
 _TEMPERATURES: Final = (0.01, 2.0)
-"""Above 0. vLLM takes 0.01 for what is less (`vllm.sampling_params._MAX_TEMP`), and refuses what is more than 2."""
+"""Limits above 0. vLLM raises lower ones to 0.01 (`vllm.sampling_params._MAX_TEMP`) and refuses more than 2."""
 _V2_TOKEN_IDS: Final = 1024
 _V2_STOP_TOKEN_IDS: Final = 128
-"""Runner v2 has arrays of these sizes (vllm/v1/worker/gpu/sample/logit_bias.py), and ends the engine for more."""
+"""Runner v2 has arrays of these sizes (vllm/v1/worker/gpu/sample/logit_bias.py), and more entries end the engine."""
 
 
 def model_info(engine: "LLMEngine", config: "EngineConfig") -> ModelInfo:
@@ -47,9 +48,10 @@ def model_info(engine: "LLMEngine", config: "EngineConfig") -> ModelInfo:
 
 
 def capabilities(engine: "LLMEngine", config: "EngineConfig", version: str, exact: ExactResume) -> EngineCapabilities:
-    """
+    """Return what the engine can do.
+
     Args:
-        exact: what `probe` found.
+        exact: the result of `probe`.
     """
     vllm_config = engine.vllm_config
     runner = startup.runner_version(engine)
@@ -57,7 +59,7 @@ def capabilities(engine: "LLMEngine", config: "EngineConfig", version: str, exac
     lora, grammars = config.lora is not None, not config.model.skip_tokenizer_init
     limits: dict[str, Any] = _limits_of_v2() if runner == 2 else {}
     return EngineCapabilities(
-        # a draft's acceptance depends on where steps end, and so do the draws
+        # whether a draft is accepted depends on where steps end, and so do the draws
         draws=None if drafts else draws_name(version, runner, current_platform.device_type),
         exact_resume="greedy" if drafts else exact,
         version=version,
@@ -94,9 +96,9 @@ def _limits_of_v2() -> dict[str, Any]:
 
 
 def num_parameters(model: str, revision: str | None = None) -> int:
-    """How many numbers the checkpoint holds; 0 where its files cannot be read.
+    """Count the parameters in the checkpoint. Return 0 if its files cannot be read.
 
-    vLLM's modules do not tell: it repacks weights, and each rank has a part of them.
+    vLLM's modules cannot be counted: it repacks weights, and each rank has a part of them.
     """
     try:
         return sum(_numbers_in(file) for file in _safetensors(model, revision))

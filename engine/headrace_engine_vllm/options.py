@@ -1,34 +1,34 @@
-"""Headrace's options as vLLM's. Pure: imports no vLLM, and is used by the parent and by the child.
+"""Converts Headrace's options to vLLM's. The parent and the child use it, so it does not import vLLM.
 
-What has one meaning in both is in the table; what has a name in vLLM alone comes as `engine_args` and is refused, where
-it is wrong, by vLLM itself. Options of Headrace that vLLM has not are refused by name.
+Options with the same meaning in both are in a table. Options that only vLLM has come as `engine_args`, and vLLM itself
+checks them. Options that only Headrace has are refused by name.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace_engine.option import options_of
 from headrace_engine.plain_values import shown
+from headrace_wire.option import options_of
 
 if TYPE_CHECKING:
-    from headrace_engine.config import EngineConfig, LoRAConfig
-    from headrace_engine.engine_args import EngineArgs
+    from headrace_engine.options.config import EngineConfig, LoRAConfig
+    from headrace_engine.options.engine_args import EngineArgs
 
 LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""vLLM's LoRAConfig takes these maximum ranks only."""
+"""vLLM's LoRAConfig accepts only these maximum ranks."""
 GRAMMAR_BACKEND: Final = "guidance"
-"""The library that the door checks grammars with. vLLM's default may take another one for a process's first request,
-and keeps it for all later ones."""
+"""Grammars are checked with this library before a request is queued. vLLM's default may choose another one at the first
+request, and keeps it for all later requests."""
 _LEFT_OUT: Final = {
     "device": "vLLM computes on the device that it was built for",
     "prefill_buckets": "vLLM chooses the shapes that it compiles",
     "decode_buckets": "vLLM chooses the shapes that it compiles",
     "context_buckets": "vLLM chooses the shapes that it compiles",
     "compile_cache_dir": "vLLM keeps compiled graphs where the environment variable VLLM_CACHE_ROOT says",
-    "logits_processors": "vLLM's have another interface",
+    "logits_processors": "vLLM's logits processors have another interface",
 }
 _OTHER_VALUES: Final = ("block_size", "attention_backend")
-"""vLLM has options of these names with values of its own."""
+"""vLLM has options of these names, with other values."""
 _RESERVED: Final = {
     "scheduler_cls": "Headrace resumes requests in a scheduler of its own",
     "worker_extension_cls": "Headrace resumes requests in an extension of its own",
@@ -47,7 +47,7 @@ _HEADRACES: Final = {
             "skip_tokenizer_init",
             "trust_remote_code",
             "dtype",  # chooses the default model's weights
-            "max_num_seqs",  # feeds the queue's credit
+            "max_num_seqs",  # the slots of the worker
             "enable_prefix_caching",  # without it, tenants' prefixes need not be kept apart
             "max_logprobs",
             "scheduling_policy",
@@ -59,13 +59,13 @@ _HEADRACES: Final = {
             "max_cpu_loras",
         )
     ),
-    "kv_cache_memory_bytes": "kv_cache_memory",  # takes VLLM_CPU_KVCACHE_SPACE away, which would win
+    "kv_cache_memory_bytes": "kv_cache_memory",  # it removes VLLM_CPU_KVCACHE_SPACE, which would take precedence
 }
-"""Read by Headrace, too, so that they must be given as Headrace's options; their names there, where these differ."""
+"""Options that Headrace reads too, so they must be given as Headrace's options. Their names there, if these differ."""
 
 
 def problems(args: "EngineArgs") -> list[str]:
-    """What vLLM has not, one sentence each; what vLLM itself refuses is told by the child."""
+    """Return one message for each option that vLLM lacks. What vLLM itself refuses, the child reports."""
     return [*_unknown_to_vllm(args), *_reserved(args.engine_args)]
 
 
@@ -78,30 +78,33 @@ def _unknown_to_vllm(args: "EngineArgs") -> Iterator[str]:
     for name in _OTHER_VALUES:
         value = getattr(args, name)
         if value != defaults[name]:
-            yield f"{name} is {shown(value)}, but vLLM has values of its own: give it as engine_args {{{name!r}: ...}}"
+            yield f"{name} is {shown(value)}, but vLLM has other values: give it as engine_args {{{name!r}: ...}}"
     if args.quantization == "int8":
         yield (
             "quantization is int8, which only engine headrace has: vLLM finds the method of a quantised checkpoint by "
             "itself, or has others, such as fp8"
         )
     if args.enable_lora and args.max_lora_rank > LORA_RANKS[-1]:
-        yield f"max_lora_rank is {args.max_lora_rank}, but vLLM's largest is {LORA_RANKS[-1]}"
+        yield f"max_lora_rank must be at most {LORA_RANKS[-1]} with vLLM, got {args.max_lora_rank}"
 
 
 def _reserved(engine_args: Mapping[str, Any]) -> Iterator[str]:
     for name, value in engine_args.items():
         if name in _RESERVED:
-            yield f"engine_args holds {name}, which is not open: {_RESERVED[name]}"
+            yield f"engine_args contains {name}, which cannot be set: {_RESERVED[name]}"
         elif name in _HEADRACES:
             own = _HEADRACES[name] or name
-            yield f"engine_args holds {name}, which Headrace reads, too: give it as {own} beside engine_args"
+            yield f"engine_args contains {name}, which Headrace reads too: give it as the option {own} instead"
         elif name.startswith("data_parallel_") and (name != "data_parallel_size" or value != 1):
-            yield f"engine_args holds {name}, but a worker is one replica: start more workers, which share the queue"
+            yield f"engine_args contains {name}, but a worker is one replica: start more workers, which share the queue"
     if engine_args.get("distributed_executor_backend") == "external_launcher":
-        yield "engine_args.distributed_executor_backend is external_launcher, which needs a queue a rank: use mp or ray"
+        yield (
+            "engine_args.distributed_executor_backend is external_launcher, which needs a queue for each rank: "
+            "use mp or ray"
+        )
     structured: object = engine_args.get("structured_outputs_config")
     if structured is not None and not isinstance(structured, Mapping):
-        yield f"engine_args.structured_outputs_config is {shown(structured)}, expected a map"
+        yield f"engine_args.structured_outputs_config must be a map, got {shown(structured)}"
     elif structured and structured.get("backend", GRAMMAR_BACKEND) != GRAMMAR_BACKEND:
         yield (
             f"engine_args.structured_outputs_config.backend is {shown(structured['backend'])}, but Headrace checks "
@@ -110,7 +113,7 @@ def _reserved(engine_args: Mapping[str, Any]) -> Iterator[str]:
 
 
 def vllm_options(config: "EngineConfig") -> dict[str, Any]:
-    """Arguments of `vllm.EngineArgs`: the table, and the engine_args laid over it."""
+    """Return the arguments of `vllm.EngineArgs`: those of the table, then `engine_args`, which take precedence."""
     model, cache, scheduler = config.model, config.cache, config.scheduler
     wanted = {
         "model": model.model,
@@ -135,7 +138,7 @@ def vllm_options(config: "EngineConfig") -> dict[str, Any]:
         "scheduling_policy": scheduler.policy,
         "long_prefill_token_threshold": scheduler.long_prefill_token_threshold,
         "watermark": scheduler.watermark,
-        "async_scheduling": scheduler.async_scheduling or None,  # False is Headrace's default: vLLM decides
+        "async_scheduling": scheduler.async_scheduling or None,  # False is Headrace's default, and lets vLLM decide
         "tensor_parallel_size": config.static.tensor_parallel_size,
         "speculative_config": config.speculative_options,
         "use_tqdm_on_load": False,
@@ -153,6 +156,6 @@ def _lora_options(lora: "LoRAConfig") -> dict[str, Any]:
         "enable_lora": True,
         "max_loras": lora.max_loras,
         "max_lora_rank": next(rank for rank in LORA_RANKS if rank >= lora.max_lora_rank),
-        # Headrace drops adapters by itself, and reads the new one first: vLLM must not drop one for lack of room
+        # Headrace itself unloads adapters, and loads the new one first: vLLM must have room for one more
         "max_cpu_loras": lora.max_cpu_loras + 1,
     }

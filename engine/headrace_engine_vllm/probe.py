@@ -1,15 +1,15 @@
-"""The first requests of an engine: they show whether what is resumed here goes on exactly.
+"""Finds out by the first requests of an engine whether it continues an interrupted request exactly.
 
-Versions and devices differ in what vLLM's random generator does; a number in a table would age.
+vLLM's random draws differ by version and device, so a table of versions would become outdated.
 """
 
 import logging
 from typing import TYPE_CHECKING, Final
 
-from headrace_engine.capabilities import ExactResume
 from headrace_engine.errors import ConfigError
-from headrace_engine.request import EngineCoreRequest
-from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.options.capabilities import ExactResume
+from headrace_engine.requests.request import EngineCoreRequest
+from headrace_engine.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from headrace_engine.core.serving import Core
@@ -23,12 +23,12 @@ _SEED: Final = 77
 
 
 def exact_resume(core: "Core") -> ExactResume:
-    """Draw tokens with a seed and a penalty, once whole and once resumed, and compare.
+    """Generate tokens with a seed and a penalty, once without and once with an interruption, and compare.
 
-    The first of these steps also compile what vLLM compiles at first use, before a client waits for it.
+    These steps also compile the kernels that vLLM compiles at first use, so that no client waits for them.
 
     Raises:
-        ConfigError: the model is none that generates text.
+        ConfigError: the model does not generate text.
     """
     if core.model_info.max_model_len < _PROMPT + _TOKENS:
         return "greedy"
@@ -36,10 +36,12 @@ def exact_resume(core: "Core") -> ExactResume:
     resumed = whole[:_CUT] + _tokens(core, "resumed", 1.0, whole[:_CUT])
     greedy_resumed = greedy[:_CUT] + _tokens(core, "greedy-resumed", 0.0, greedy[:_CUT])
     if greedy_resumed != greedy:
-        logger.warning("vLLM does not resume requests exactly here: an interrupted one goes on with other tokens")
+        logger.warning("vLLM does not resume requests exactly here: an interrupted request continues with other tokens")
         return "none"
     if resumed != whole:
-        logger.warning("vLLM does not resume a seed's draws here: only greedy requests go on exactly when interrupted")
+        logger.warning(
+            "vLLM does not resume seeded draws here: only greedy requests continue exactly after an interruption"
+        )
         return "greedy"
     return "all"
 

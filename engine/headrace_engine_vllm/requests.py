@@ -1,6 +1,5 @@
-"""A request of Headrace's as vLLM's, and vLLM's output as Headrace's."""
+"""Converts Headrace's requests to vLLM's, and vLLM's outputs to Headrace's."""
 
-import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -8,8 +7,7 @@ from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, S
 
 from headrace_engine.core.outputs import EngineCoreOutput
 from headrace_engine.errors import NOTHING_MAY_FOLLOW
-from headrace_engine.grammar_source import grammar_source
-from headrace_engine.request import EngineCoreRequest, FinishReason, LoRAVersion
+from headrace_engine.requests.request import EngineCoreRequest, FinishReason, LoRAVersion
 from headrace_engine_vllm.errors import sentence_of
 
 if TYPE_CHECKING:
@@ -17,7 +15,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from headrace_engine.runner.contracts import TokenLogprobs
-    from headrace_engine.structured_outputs_params import StructuredOutputsParams as OwnStructuredOutputsParams
 
 _SAME: Final = (
     "presence_penalty",
@@ -34,38 +31,37 @@ _SAME: Final = (
 )
 _NO_SEED: Final = -1
 _REASONS: Final = tuple(FinishReason(name) for name in ("stop", "length", "abort", "error", "repetition"))
-"""By vLLM's numbers of them."""
+"""Indexed by vLLM's numbers for them."""
 
 
 @dataclass(slots=True, kw_only=True)
-class RunningRequest:
-    """A request that vLLM has."""
+class HeldRequest:
+    """A request that has been added to vLLM."""
 
     message: EngineCoreRequest
     vllm_id: str
     lora: LoRAVersion | None
     theirs: "Request | None" = None
-    """vLLM's record of it, which tells why it failed."""
+    """vLLM's record of the request. It shows why the request failed."""
     is_admitted: bool = False
-    """A step has computed something for it."""
+    """Whether a step has computed tokens of it."""
 
 
-def sampling_params(message: EngineCoreRequest) -> SamplingParams:
-    """Raises ValueError, with vLLM's sentence, and GrammarError for a form that cannot be asked for."""
+def sampling_params(message: EngineCoreRequest, grammar: StructuredOutputsParams | None) -> SamplingParams:
+    """Return vLLM's sampling parameters. Raises ValueError with vLLM's message if vLLM refuses them."""
     given = message.sampling_params
     values = {name: getattr(given, name) for name in _SAME}
     if given.repetition_detection is not None:
         values["repetition_detection"] = RepetitionDetectionParams(**asdict(given.repetition_detection))
-    if given.structured_outputs is not None:
-        values["structured_outputs"] = _form(given.structured_outputs)
     params = SamplingParams(
         **values,
+        structured_outputs=grammar,
         temperature=0.0 if given.is_greedy else given.temperature,
-        # what ends the grammar ends the output: vLLM would go on behind it, without a grammar
-        ignore_eos=given.ignore_eos and given.structured_outputs is None,
-        # those of a request that resumes have left with its first token
+        # the end of the grammar ends the output: vLLM would continue without a grammar
+        ignore_eos=given.ignore_eos and grammar is None,
+        # a request that resumes has sent them with its first token
         prompt_logprobs=None if message.output_token_ids else given.prompt_logprobs,
-        seed=message.seed if message.seed != _NO_SEED else -2,  # -1 is vLLM's word for none
+        seed=message.seed if message.seed != _NO_SEED else -2,  # -1 means no seed in vLLM
         stop_token_ids=list(given.stop_token_ids),
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
@@ -76,21 +72,8 @@ def sampling_params(message: EngineCoreRequest) -> SamplingParams:
     return params
 
 
-def _form(given: "OwnStructuredOutputsParams") -> StructuredOutputsParams:
-    """The form in llguidance's notation as Headrace makes it, so that both engines mean the same by it.
-
-    vLLM itself would pass over whitespace_pattern, and read regular expressions and grammars somewhat differently.
-    """
-    (part,) = json.loads(grammar_source(given))["grammars"]
-    if "json_schema" in part:
-        return StructuredOutputsParams(json=json.dumps(part["json_schema"]))
-    lark: str = part["lark_grammar"]
-    mark = "%llguidance {}"  # so that it is not taken for GBNF
-    return StructuredOutputsParams(grammar=lark if lark.startswith("%llguidance") else f"{mark}\n\n{lark}")
-
-
-def output_of(request: RunningRequest, theirs: "VLLMOutput", eos_token_ids: frozenset[int]) -> EngineCoreOutput:
-    """The outputs of one request in one step."""
+def output_of(request: HeldRequest, theirs: "VLLMOutput", eos_token_ids: frozenset[int]) -> EngineCoreOutput:
+    """Return the output of one request in one step."""
     output = EngineCoreOutput(request.message.request_id, theirs.new_token_ids)
     if theirs.prefill_stats is not None:
         cached = theirs.prefill_stats.num_cached_tokens
@@ -98,7 +81,7 @@ def output_of(request: RunningRequest, theirs: "VLLMOutput", eos_token_ids: froz
     if theirs.new_logprobs is not None:
         lists, wanted = theirs.new_logprobs, request.message.sampling_params.logprobs
         positions = _positions(lists.logprob_token_ids, lists.logprobs, lists.sampled_token_ranks)
-        # vLLM gives every request of a batch as many as one of them asked for; -1 asks for all
+        # vLLM returns to all requests of a batch as many as the largest one asked for. -1 asks for all.
         output.logprobs = positions if wanted == -1 else [_likeliest(position, wanted or 0) for position in positions]
     if theirs.new_prompt_logprobs_tensors is not None:
         output.prompt_logprobs = _positions(*theirs.new_prompt_logprobs_tensors[:3])
@@ -111,18 +94,18 @@ def output_of(request: RunningRequest, theirs: "VLLMOutput", eos_token_ids: froz
     return output
 
 
-def _stop_reason(request: RunningRequest, reason: int | str | None, eos_token_ids: frozenset[int]) -> int | str | None:
-    """vLLM names a model's second end token as a stop token, though the request did not ask for it."""
+def _stop_reason(request: HeldRequest, reason: int | str | None, eos_token_ids: frozenset[int]) -> int | str | None:
+    """Return the stop token. Leave out a second end token of the model, which vLLM reports as a stop token."""
     params = request.message.sampling_params
     ends_at_eos = not params.ignore_eos or params.structured_outputs is not None
     return None if reason in eos_token_ids and ends_at_eos else reason
 
 
-def _why_it_failed(request: RunningRequest) -> str:
-    """vLLM gives no reason: what its record of the request tells."""
+def _why_it_failed(request: HeldRequest) -> str:
+    """Return why a request failed, from vLLM's record of it. Its output has no reason."""
     structured = request.theirs.structured_output_request if request.theirs is not None else None
     if structured is None:
-        return "vLLM could not go on with this request and gives no reason; its own log may"
+        return "vLLM could not continue this request and gives no reason; see its log"
     grammar = structured.grammar
     if isinstance(grammar, Exception):
         return f"structured_outputs: vLLM cannot compile the grammar: {sentence_of(grammar)}"
@@ -135,12 +118,12 @@ def _positions(ids: Any, logprobs: Any, ranks: Any) -> "list[TokenLogprobs]":
 
 
 def _likeliest(position: "TokenLogprobs", count: int) -> "TokenLogprobs":
-    """The drawn token, and so many of the likeliest ones."""
+    """Return the drawn token and the `count` likeliest ones."""
     return [position[0], *(other for other in position[1:] if other[2] <= count)]
 
 
 def _position(ids: list[int], logprobs: list[float], rank: int) -> "TokenLogprobs":
-    """The drawn token first, then the likeliest ones without it; the ranks of these are their places."""
+    """Return the drawn token, then the other likeliest ones. The rank of these is their position."""
     others = zip(ids[1:], logprobs[1:], strict=True)
     return [(ids[0], logprobs[0], rank)] + [
         (token_id, logprob, place) for place, (token_id, logprob) in enumerate(others, 1) if token_id != ids[0]

@@ -1,4 +1,4 @@
-"""Which versions of vLLM this package was made for. Its inner interfaces change without notice."""
+"""The versions of vLLM that this package supports. vLLM's internal interfaces change without notice."""
 
 import re
 from collections.abc import Mapping
@@ -10,28 +10,28 @@ OLDEST: Final = (0, 29)
 NEWEST: Final = (0, 33)
 ANY_VERSION: Final = "HEADRACE_ENGINE_ANY_VERSION"
 FIRST_WITH_LORA_ON_CPU: Final = (0, 33)
-"""Older ones give requests without an adapter the weights of one: index -1 gathers the last adapter's."""
+"""Older versions apply an adapter to requests without one: index -1 selects the last adapter."""
 
 
 def minor_version(version: str) -> tuple[int, int] | None:
-    """The first two numbers of a version such as `0.32.0+cpu`; None where it has none, as a build from source may."""
+    """Return the first two numbers of a version such as `0.32.0+cpu`. None: it has none, like some source builds."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     return (int(numbers[1]), int(numbers[2])) if numbers else None
 
 
 def check_version(version: str, environ: Mapping[str, str]) -> None:
-    """Raises ConfigError for a version that this package was not made for, unless the environment allows any."""
+    """Raise ConfigError for a version that is not supported, unless the environment allows any."""
     found = minor_version(version)
     if environ.get(ANY_VERSION) == "1" or (found is not None and OLDEST <= found <= NEWEST):
         return
     supported = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
     raise ConfigError(
-        f"vLLM is {version}, supported are {supported}: install one of these, or set {ANY_VERSION}=1 to try this one"
+        f"vLLM must be {supported}, got {version}: install a supported one, or set {ANY_VERSION}=1 to try this one"
     )
 
 
 def draws_name(version: str, runner: int, platform: str) -> str:
-    """The name of the draws: a seed's draws belong to one version, model runner and kind of device."""
+    """Return a name for the random draws. They depend on the version, the model runner and the kind of device."""
     found = minor_version(version)
     number = f"{found[0]}.{found[1]}" if found is not None else version
     return f"vllm-{number}-v{runner}-{platform}"

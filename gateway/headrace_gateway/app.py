@@ -2,11 +2,13 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Final
 
+import structlog
+from redis.exceptions import ResponseError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -16,47 +18,48 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 
 from headrace_broker import AsyncClient, BrokerSettings, HeadraceBrokerError
-from headrace_broker.connections import REDIS_ERRORS, connect_async
-from headrace_broker.stream_hub import StreamHub
-from headrace_broker.tokenizer_calls import TokenizerClient
-from headrace_gateway import (
-    anthropic_endpoints,
-    generation,
-    models_endpoint,
-    overview,
-    page_files,
-    probes,
-    responses,
-    tokenizer_endpoints,
-)
-from headrace_gateway.authentication import Authentication
-from headrace_gateway.background_task import keep_running
-from headrace_gateway.batch import batches_endpoint
-from headrace_gateway.batch.batch_runner import running_batches
-from headrace_gateway.batch.batch_store import BatchStore
-from headrace_gateway.broker_errors import api_error_of, unavailable
-from headrace_gateway.claims import Claims
+from headrace_broker.client.tokenizer_calls import TokenizerClient
+from headrace_broker.server.connections import REDIS_ERRORS, connect_async
+from headrace_broker.streams.hub import StreamHub
+from headrace_gateway.answers.envelope import EnvelopeStore
+from headrace_gateway.answers.response_store import ResponseStore
+from headrace_gateway.anthropic import endpoints as anthropic_endpoints
+from headrace_gateway.background_task import keep_running, running
+from headrace_gateway.batch import endpoints as batches_endpoint
+from headrace_gateway.batch.runner import running_batches
+from headrace_gateway.batch.store import BatchStore
+from headrace_gateway.chat import endpoints as chat_endpoints
+from headrace_gateway.completions import endpoints as completions_endpoints
 from headrace_gateway.context import Gateway
-from headrace_gateway.envelope import EnvelopeStore
 from headrace_gateway.errors import ApiError
-from headrace_gateway.event_stream import end_tasks
-from headrace_gateway.files import files_endpoint
+from headrace_gateway.files import endpoints as files_endpoint
 from headrace_gateway.files.stored_files import StoredFiles
-from headrace_gateway.json_response import ErrorResponse
-from headrace_gateway.key_file import KeyFile
-from headrace_gateway.local_guard import LocalGuard
-from headrace_gateway.model_catalog import ModelCatalog
+from headrace_gateway.http import probes
+from headrace_gateway.http.broker_errors import api_error_of, unavailable
+from headrace_gateway.http.json import ErrorResponse
+from headrace_gateway.http.local_guard import LocalGuard
+from headrace_gateway.http.request_log import RequestLog
+from headrace_gateway.keys.authentication import Authentication
+from headrace_gateway.keys.key_file import KeyFile
+from headrace_gateway.keys.limits import RateLimits
+from headrace_gateway.keys.model_catalog import ModelCatalog
+from headrace_gateway.models import endpoints as models_endpoint
+from headrace_gateway.models import tokenizers
 from headrace_gateway.openapi import document
-from headrace_gateway.rate_limits import RateLimits
-from headrace_gateway.redis_watch import RedisWatch
-from headrace_gateway.request_log import RequestLog
-from headrace_gateway.response_collector import ResponseCollector
-from headrace_gateway.response_store import ResponseStore
+from headrace_gateway.page import files as page_files
+from headrace_gateway.page import overview
+from headrace_gateway.redis.claims import Claims
+from headrace_gateway.redis.watch import RedisWatch
+from headrace_gateway.responses import endpoints as responses
+from headrace_gateway.responses.collector import ResponseCollector
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.watched_file import WatchedFile
-from headrace_gateway.webhooks.announcer import EndpointFile, Webhooks
 from headrace_gateway.webhooks.endpoint_file import read_endpoints
+from headrace_gateway.webhooks.event_publisher import EndpointFile, Webhooks
 from headrace_monitoring.gateway_metrics import GatewayMetrics
+from headrace_wire.codes import GatewayCode
+
+logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 _THREADS: Final = 32
 """kombu publishes in threads. asyncio's default pool is small and shared by everything."""
@@ -66,6 +69,7 @@ _EXPOSED: Final = (
     "x-client-request-id",
     "x-headrace-id",
     "x-headrace-queued-ms",
+    "x-headrace-ignored",
     "openai-processing-ms",
     "retry-after",
     "x-should-retry",
@@ -78,9 +82,10 @@ _PUBLIC: Final = (*probes.routes, *page_files.routes)
 """They need no key."""
 _ROUTES: Final = (
     *_PUBLIC,
-    *generation.routes,
+    *chat_endpoints.routes,
+    *completions_endpoints.routes,
     *anthropic_endpoints.routes,
-    *tokenizer_endpoints.routes,  # before the route of a response's id, which would match their path
+    *tokenizers.routes,  # before the route of a response's id, which would match their path
     *responses.refused,
     *responses.routes,
     *models_endpoint.routes,
@@ -118,7 +123,7 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with _open_gateway(settings, broker, metrics, watch, webhook_file) as app.state.gateway:
+        async with _open_gateway(app, settings, broker, metrics, watch, webhook_file) as app.state.gateway:
             yield
 
     app = Starlette(
@@ -140,23 +145,24 @@ def make_app(
 def _middleware(settings: GatewaySettings, metrics: GatewayMetrics, key_file: KeyFile | None) -> list[Middleware]:
     """Return the middleware, the outermost first."""
     middleware = [Middleware(RequestLog, metrics=metrics)]
-    if settings.allowed_origins:
+    if settings.allow_origin:
         middleware.append(
             Middleware(
                 CORSMiddleware,
-                allow_origins=settings.allowed_origins,
+                allow_origins=settings.allow_origin,
                 allow_methods=("GET", "POST", "DELETE"),
                 allow_headers=("*",),  # OpenAI's SDKs send headers of their own, and new ones with each release
                 expose_headers=_EXPOSED,
             )
         )
     if key_file is None:
-        middleware.append(Middleware(LocalGuard, settings.allowed_origins))
+        middleware.append(Middleware(LocalGuard, settings.allow_origin))
     return [*middleware, Middleware(Authentication, key_file=key_file, public=_PUBLIC)]
 
 
 @asynccontextmanager
 async def _open_gateway(
+    app: Starlette,
     settings: GatewaySettings,
     broker: BrokerSettings,
     metrics: GatewayMetrics,
@@ -175,8 +181,10 @@ async def _open_gateway(
         webhooks = Webhooks(redis, webhook_file, metrics)
         longest = broker.result_ttl_seconds / 4
         collector = ResponseCollector(
-            redis, open_responses, envelopes, stored, metrics, webhooks.announce, longest=longest
+            redis, open_responses, envelopes, stored, metrics, webhooks.publish, longest=longest
         )
+        app.state.files = None if settings.files is None else StoredFiles(settings.files)
+        app.state.batches = BatchStore(redis)
         gateway = Gateway(
             settings,
             client,
@@ -189,31 +197,21 @@ async def _open_gateway(
             stored,
             TokenizerClient(redis),
             webhooks,
-            None if settings.files is None else StoredFiles(settings.files),
-            BatchStore(redis),
         )
         try:
             async with (
                 watch.watching(redis),
                 webhooks.running(),
-                _running(keep_running(collector.run)),
-                running_batches(gateway),
+                running(keep_running(collector.run)),
+                running_batches(gateway, app.state.files, app.state.batches),
             ):
                 yield gateway
         finally:
+            await gateway.limits.aclose()
+            await gateway.bodies.aclose()
             await hub.aclose()
             await streams.aclose()
             await redis.aclose()
-
-
-@asynccontextmanager
-async def _running(*coroutines: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run the background tasks while the block runs."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        yield
-    finally:
-        await end_tasks(*tasks)
 
 
 def _answer(request: Request, error: ApiError) -> Response:
@@ -231,7 +229,9 @@ async def _on_broker_error(request: Request, error: Exception) -> Response:
     return _answer(request, api_error_of(error))
 
 
-async def _on_redis_error(request: Request, _error: Exception) -> Response:
+async def _on_redis_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, ResponseError):  # it answers, so `RedisWatch` may not know of the problem
+        logger.error("Redis refused a command", reason=str(error))
     return _answer(request, unavailable())
 
 
@@ -248,6 +248,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         message = f"{path} does not allow {request.method[:16]}"
         headers = {"allow": ", ".join(sorted(_methods_at(request)))}
-        return _answer(request, ApiError(405, "invalid_request_error", "method_not_allowed", message, headers=headers))
+        return _answer(
+            request, ApiError(405, "invalid_request_error", GatewayCode.METHOD_NOT_ALLOWED, message, headers=headers)
+        )
     message = f"no endpoint at {path}"
-    return _answer(request, ApiError(404, "invalid_request_error", "not_found", message))
+    return _answer(request, ApiError(404, "invalid_request_error", GatewayCode.NOT_FOUND, message))

@@ -1,50 +1,51 @@
 """The state that the endpoints of one gateway share."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import redis.asyncio
 from starlette.requests import Request
 
 from headrace_broker import AsyncClient
-from headrace_broker.stream_hub import StreamHub
-from headrace_broker.tokenizer_calls import TokenizerClient
-from headrace_gateway.keys import ApiKey
-from headrace_gateway.queue_view import QueueView
-from headrace_gateway.rate_limits import RateLimits
+from headrace_broker.client.tokenizer_calls import TokenizerClient
+from headrace_broker.streams.hub import StreamHub
+from headrace_gateway.answers.envelope import EnvelopeStore
+from headrace_gateway.answers.response_store import ResponseStore
+from headrace_gateway.keys.api_key import ApiKey
+from headrace_gateway.keys.limits import BODIES_AT_ONCE, BodyBytes, RateLimits, StoredBytes
+from headrace_gateway.keys.model_catalog import ModelCatalog, QueueView
+from headrace_gateway.requests.body_lane import BodyLane
 from headrace_gateway.settings import GatewaySettings
-from headrace_gateway.webhooks.announcer import Webhooks
+from headrace_gateway.webhooks.event_publisher import Webhooks
 from headrace_monitoring.gateway_metrics import GatewayMetrics
-
-if TYPE_CHECKING:
-    from headrace_gateway.batch.batch_store import BatchStore
-    from headrace_gateway.envelope import EnvelopeStore
-    from headrace_gateway.files.stored_files import StoredFiles
-    from headrace_gateway.model_catalog import ModelCatalog
-    from headrace_gateway.response_store import ResponseStore
 
 
 @dataclass(slots=True)
 class Gateway:
-    """The connections and the state of one process. `app.py` makes it when the server starts."""
+    """The connections and the state of one process. `app.py` makes it when the server starts.
+
+    The stores of files and batches belong to their folders: `app.state.files` and `app.state.batches`.
+    """
 
     settings: GatewaySettings
     client: AsyncClient
     redis: "redis.asyncio.Redis"
-    models: "ModelCatalog"
-    envelopes: "EnvelopeStore"
+    models: ModelCatalog
+    envelopes: EnvelopeStore
     hub: StreamHub
     metrics: GatewayMetrics
     limits: RateLimits
-    responses: "ResponseStore"
+    responses: ResponseStore
     tokenizers: TokenizerClient
     webhooks: Webhooks
-    files: "StoredFiles | None"
-    batches: "BatchStore"
+    stored: StoredBytes = field(init=False)
+    bodies: BodyLane = field(default_factory=BodyLane)
+    body_bytes: BodyBytes = field(init=False)
     queues: QueueView = field(init=False)
 
     def __post_init__(self) -> None:
+        self.body_bytes = BodyBytes(BODIES_AT_ONCE * self.settings.max_body_bytes)
         self.queues = QueueView(self.client)
+        self.stored = StoredBytes(self.redis, self.settings.max_stored_bytes)
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -1,8 +1,20 @@
-"""Every error that this package raises, in one tree. ApiError becomes an HTTP response."""
+"""The exceptions of the gateway.
+
+HeadraceGatewayError
+├── GatewaySettingsError     a setting, the key file or an environment variable has a value that cannot be used
+├── ApiError                 the client receives it as an HTTP response, in OpenAI's error body
+├── UnknownParserError       no parser has this name, or the two parsers cannot be combined
+├── ForcedChoiceError        the tools cannot be written as a grammar
+└── BatchError               a batch cannot continue
+    └── InputRefusedError    lines of a batch's input are invalid, and nothing was sent
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
+
+from headrace_wire.codes import ErrorCode
 
 
 class HeadraceGatewayError(Exception):
@@ -43,12 +55,17 @@ class ApiError(HeadraceGatewayError):
         self.param: Final = param
         self.headers: Final = dict(headers or {})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle all fields: an exception alone would pickle its message."""
+        make = partial(ApiError, param=self.param, headers=self.headers)
+        return make, (self.status, self.kind, self.code, self.message)
+
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's format. All four keys are always present."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
-def invalid(message: str, *, code: str = "invalid_request", param: str | None = None) -> ApiError:
+def invalid(message: str, *, code: str = ErrorCode.INVALID_REQUEST, param: str | None = None) -> ApiError:
     """Return an error of the client: status 400."""
     return ApiError(400, "invalid_request_error", code, message, param=param)
 
@@ -62,7 +79,7 @@ class ForcedChoiceError(HeadraceGatewayError, ValueError):
 
 
 class BatchError(HeadraceGatewayError):
-    """A batch cannot go on. What is written stays, and the same command resumes from there."""
+    """A batch cannot continue. What is written stays, and the same command resumes from there."""
 
 
 class InputRefusedError(BatchError):

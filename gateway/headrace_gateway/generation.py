@@ -1,109 +1,108 @@
-"""The endpoints that generate: create an answer, and retrieve one, from any cursor."""
+"""What the endpoints of all APIs that generate share: create an answer, and retrieve one, from any cursor."""
 
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from headrace_broker import InvalidRequestError, QueueFullError, RegisteredModel, SubmitRequest, UnknownModelError
+from headrace_broker import InvalidRequestError, QueueFullError, SubmitRequest, UnknownModelError
 from headrace_broker.keys import ended_key, stream_key
-from headrace_gateway import sse
-from headrace_gateway.answer_reader import AnswerReader, ChunkAndCursor, Position, open_reader
-from headrace_gateway.body import read_json
-from headrace_gateway.broker_errors import not_found, unavailable
-from headrace_gateway.call import AnswerForm, Call, ChatForm, CompletionForm, ResponseForm, with_usage
-from headrace_gateway.call_fields import bounded_priority
-from headrace_gateway.chat_fields import read_chat
-from headrace_gateway.completion_fields import read_completion
+from headrace_broker.server.connections import REDIS_ERRORS
+from headrace_gateway.admission import admitted_body, report_ignored
+from headrace_gateway.answers.complete_answer import CompleteAnswer
+from headrace_gateway.answers.envelope import Envelope, new_id, with_ids
+from headrace_gateway.answers.event_stream import DataEncoder, EventEncoder, EventStream, unless_disconnected
+from headrace_gateway.answers.reader import AnswerReader, AnswerStream, ChunkAndCursor, Cursor, Position, open_reader
 from headrace_gateway.context import Gateway, gateway_of, key_of
-from headrace_gateway.cursor import Cursor
-from headrace_gateway.envelope import Envelope
 from headrace_gateway.errors import ApiError, invalid
-from headrace_gateway.event_stream import EventStream, unless_disconnected
-from headrace_gateway.fold import fold
-from headrace_gateway.headers import CallHeaders, ResumeStyle, read_headers
-from headrace_gateway.ids import new_id
-from headrace_gateway.input_items import with_ids
-from headrace_gateway.json_response import JsonResponse
-from headrace_gateway.keys import ApiKey
-from headrace_gateway.redis_keys import envelope_key, response_key
+from headrace_gateway.http.broker_errors import not_found, unavailable
+from headrace_gateway.http.json import JsonResponse
+from headrace_gateway.keys.api_key import ApiKey
+from headrace_gateway.redis.keys import envelope_key, response_key
+from headrace_gateway.requests.body import model_named
+from headrace_gateway.requests.call import AnswerOptions, Call, ResponseOptions, with_usage
+from headrace_gateway.requests.call_fields import bounded_priority
+from headrace_gateway.requests.headers import CallHeaders, ResumeStyle, read_headers
+from headrace_wire.codes import ErrorCode, GatewayCode
 
 _PLAIN_WAIT: Final = 3600.0
-_REFUSALS: Final = (InvalidRequestError, UnknownModelError, QueueFullError)
+_ENCODE: Final = msgspec.msgpack.Encoder(enc_hook=str).encode
+_REFUSALS: Final = (ApiError, InvalidRequestError, UnknownModelError, QueueFullError)
 """Errors after which nothing was put into the queue."""
 
 
-async def create_chat(request: Request) -> Response:
-    """`POST /v1/chat/completions`."""
-    return await create(request, "chatcmpl-", lambda body, model, lora: read_chat(body, model=model, lora=lora))
+@dataclass(frozen=True, slots=True)
+class Api:
+    """What distinguishes the answers of one API."""
+
+    prefix: str
+    """Of the ids of its answers."""
+    read: Callable[..., Call]
+    """Makes the call from the body, its `model` and its adapter, `lora`; a function of a module."""
+    options: type[AnswerOptions]
+    stream: Callable[[Envelope], AnswerStream]
+    encoder: Callable[[ResumeStyle], EventEncoder] = DataEncoder
 
 
-async def create_completion(request: Request) -> Response:
-    """`POST /v1/completions`."""
-    return await create(request, "cmpl-", lambda body, _model, lora: read_completion(body, lora=lora))
-
-
-async def create(
-    request: Request,
-    prefix: str,
-    read: Callable[[dict[str, Any], RegisteredModel, str | None], Call],
-    framing: Callable[[ResumeStyle], sse.Framing] = sse.DataFraming,
-) -> Response:
-    """Submit a request and return its answer, or its stream.
-
-    Args:
-        prefix: of the answer's id.
-        read: makes the call from the body, its model and its adapter.
-    """
+async def create(request: Request, api: Api) -> Response:
+    """Submit a request and return its answer, or its stream."""
     arrived = time.monotonic()
     gateway, key = gateway_of(request), key_of(request)
     require_redis(request)
     headers = read_headers(request.headers, gateway.settings)
-    body = await read_json(request, gateway.settings.max_body_bytes)
-    model, lora = await gateway.models.find(body.get("model"), key)
-    call = read(body, model, lora)
-    request.scope["state"]["answer_headers"] = await gateway.limits.admit(key)
-    envelope = await submit(gateway, key, call, headers, prefix, model.name)
+    async with admitted_body(request) as body:
+        model, lora = await gateway.models.find(await body.read(model_named), key)
+        call = await body.read(partial(api.read, model=model, lora=lora))
+        state = request.scope["state"]
+        state["answer_headers"] = await gateway.limits.admit_choices(key, call.num_choices, state["answer_headers"])
+        report_ignored(request, call.ignored)
+        envelope = await submit(gateway, key, call, headers, api, model.name)
     if call.stream:
-        return await streamed(gateway, key, envelope, framing(headers.resume), arrived=arrived)
-    return await unless_disconnected(request.receive, partial(plain, gateway, key, envelope))
+        return await streamed(gateway, key, envelope, api, api.encoder(headers.resume), arrived=arrived)
+    return await unless_disconnected(request.receive, partial(plain, gateway, key, envelope, api))
 
 
 async def submit(
-    gateway: Gateway, key: ApiKey, call: Call, headers: CallHeaders, prefix: str, queue_model: str
+    gateway: Gateway, key: ApiKey, call: Call, headers: CallHeaders, api: Api, queue_model: str
 ) -> Envelope:
     """Store the envelope, then submit the requests: an answer in the queue always has its envelope."""
-    envelope = Envelope.of(call, new_id(prefix), key, expires=int(headers.expires))
+    envelope = Envelope.of(call, new_id(api.prefix), key, expires=int(headers.expires))
     answer_id = envelope.id
     options: SubmitRequest = {
         "model": queue_model,
         "tenant": key.tenant,
+        "cache_salt": key.cache_salt,
         "priority": bounded_priority(call.priority if headers.priority is None else headers.priority, key),
         "expires": headers.expires,
         "abandon_after": headers.abandon_after,
+        "prefix_key": call.prefix_key,
     }
-    requests = [
-        _named({**submission, **options, "request_id": request_id}, headers, key, prefix.rstrip("-_"), number)
-        for number, (submission, request_id) in enumerate(zip(call.submissions, envelope.request_ids, strict=True))
-    ]
-    await _keep(gateway, envelope, call)
+    requests: list[SubmitRequest] = []
+    for number, (request, request_id) in enumerate(zip(call.requests, envelope.request_ids, strict=True)):
+        requests.append({**options, "request": request, "request_id": request_id})
+        if headers.idempotency_key is not None:
+            name = f"{api.prefix.rstrip('-_')}:{number}:{key.name}:{headers.idempotency_key}"
+            requests[-1]["idempotency_key"] = name
+    envelope = await _counted(gateway, envelope, call)
     try:
+        await _keep(gateway, envelope, call)
         accepted = await _send(gateway, requests)
     except _REFUSALS as error:  # after any other error the request may still be in the queue
-        await forget(gateway, answer_id)
+        await forget(gateway, envelope)
         if isinstance(error, InvalidRequestError) and any("was used with another" in each for each in error.problems):
             message = "the Idempotency-Key was used with another request: choose a new key"
-            raise ApiError(422, "invalid_request_error", "idempotency_key_reused", message) from error
+            raise ApiError(422, "invalid_request_error", GatewayCode.IDEMPOTENCY_KEY_REUSED, message) from error
         raise
     if accepted[0] == answer_id:
         return envelope
-    await forget(gateway, answer_id)
+    await forget(gateway, envelope)
     if await gateway.envelopes.find(accepted[0]) is None:
         if await _is_gone(gateway, accepted[0]):
             raise not_found("the answer of this Idempotency-Key was deleted or has expired: choose a new key")
@@ -121,39 +120,31 @@ async def _is_gone(gateway: Gateway, answer_id: str) -> bool:
 
 
 async def _keep(gateway: Gateway, envelope: Envelope, call: Call) -> None:
-    if isinstance(envelope.form, ResponseForm):
+    if isinstance(envelope.options, ResponseOptions):
         await gateway.responses.put(envelope, with_ids(call.input_items, envelope.id))
     else:
         await gateway.envelopes.put(envelope)
 
 
-async def forget(gateway: Gateway, answer_id: str) -> None:
+async def forget(gateway: Gateway, envelope: Envelope) -> None:
     """Delete what is stored of an answer. Without it nobody can read the stream, which expires by itself."""
-    await gateway.redis.delete(envelope_key(answer_id), response_key(answer_id))
+    await gateway.redis.delete(envelope_key(envelope.id), response_key(envelope.id))
+    if envelope.counted_bytes:
+        await gateway.stored.change(envelope.key, envelope.tenant, envelope.id, 0, 0)
+
+
+async def _counted(gateway: Gateway, envelope: Envelope, call: Call) -> Envelope:
+    """Count what the request keeps in Redis. Raises ApiError 429 if its tenant has no room for it."""
+    size = gateway.envelopes.size(envelope) + len(_ENCODE(call.requests)) + len(_ENCODE(call.input_items))
+    life = gateway.envelopes.life(envelope)
+    counted = await gateway.stored.admit(envelope.key, envelope.tenant, envelope.id, size, life)
+    return msgspec.structs.replace(envelope, counted_bytes=counted)
 
 
 async def _send(gateway: Gateway, requests: list[SubmitRequest]) -> list[str]:
     if len(requests) > 1:
         return await gateway.client.submit_many(requests)
-    options: dict[str, Any] = dict(requests[0])
-    prompt, params = options.pop("prompt", None), options.pop("sampling_params", None)
-    return [await gateway.client.submit(prompt, params, **options)]
-
-
-def _named(request: SubmitRequest, headers: CallHeaders, key: ApiKey, kind: str, number: int) -> SubmitRequest:
-    if headers.idempotency_key is not None:
-        request["idempotency_key"] = f"{kind}:{number}:{key.name}:{headers.idempotency_key}"
-    return request
-
-
-async def retrieve_chat(request: Request) -> Response:
-    """`GET /v1/chat/completions/{id}`: the answer, or its stream after a cursor."""
-    return await retrieve(request, ChatForm)
-
-
-async def retrieve_completion(request: Request) -> Response:
-    """`GET /v1/completions/{id}`."""
-    return await retrieve(request, CompletionForm)
+    return [await gateway.client.submit(**requests[0])]
 
 
 def require_redis(request: Request) -> None:
@@ -162,14 +153,12 @@ def require_redis(request: Request) -> None:
         raise unavailable()
 
 
-async def retrieve(
-    request: Request, kind: type[AnswerForm], framing: Callable[[ResumeStyle], sse.Framing] = sse.DataFraming
-) -> Response:
-    """Return the answer with this id, if it has this kind of form, or its stream after a cursor."""
+async def retrieve(request: Request, api: Api) -> Response:
+    """Return the answer with this id, if it is one of this API, or its stream after a cursor."""
     require_redis(request)
     gateway, key = gateway_of(request), key_of(request)
     envelope = await gateway.envelopes.get(request.path_params["id"], key)
-    if not isinstance(envelope.form, kind):
+    if not isinstance(envelope.options, api.options):
         raise not_found(f"the answer {envelope.id!r} belongs to another endpoint")
     style = read_headers(request.headers, gateway.settings).resume
     last_event_id = request.headers.get("last-event-id")
@@ -179,41 +168,55 @@ async def retrieve(
         after = Cursor.parse(starting_after, param="starting_after")
     accepts_events = "text/event-stream" in request.headers.get("accept", "")
     if not (flag(request, "stream") or last_event_id or accepts_events):
-        wait = partial(plain, gateway, key, envelope, gateway.settings.hold_status)
+        wait = partial(plain, gateway, key, envelope, api, gateway.settings.hold_status)
         return await unless_disconnected(request.receive, wait)
     if len(envelope.request_ids) > 1:
         message = "the stream of several prompts cannot be rejoined: get the whole answer without stream"
-        raise invalid(message, code="unsupported", param="stream")
+        raise invalid(message, code=ErrorCode.UNSUPPORTED, param="stream")
     if style == "none" and (last_event_id or accepts_events):
         style = "id"
     gateway.metrics.rejoined("start" if after is None else "cursor")
-    return await streamed(gateway, key, envelope, framing(style), after)
+    return await streamed(gateway, key, envelope, api, api.encoder(style), after)
 
 
 def flag(request: Request, name: str) -> bool:
     value = request.query_params.get(name, "false").lower()
     if value not in ("true", "false", "1", "0"):
-        raise invalid(f"{name} must be true or false", param=name)
+        raise invalid(f"{name} must be true or false, got {value[:20]!r}", param=name)
     return value in ("true", "1")
 
 
 @asynccontextmanager
 async def charged_reader(
-    gateway: Gateway, key: ApiKey, envelope: Envelope, after: Position | None = None
+    gateway: Gateway, key: ApiKey, envelope: Envelope, api: Api, after: Position | None = None
 ) -> AsyncIterator[AnswerReader]:
-    """Open a reader whose tokens are charged to the key, even if the client disconnects before the end."""
-    async with open_reader(gateway.hub, envelope, after) as reader:
+    """Open a reader whose tokens are charged to the key, even if it is closed before the end."""
+    async with open_reader(gateway.hub, envelope, api.stream(envelope), after) as reader:
         try:
-            yield reader
+            async with gateway.limits.charging(key, envelope.id, lambda: reader.num_tokens):
+                yield reader
         finally:
-            await gateway.limits.charge(key, envelope.id, reader.num_tokens)
+            if reader.has_ended:
+                await count_end(gateway, envelope)
+
+
+async def count_end(gateway: Gateway, envelope: Envelope) -> None:
+    """Count only the envelope of an answer that has ended. The collector counts what is stored of a response."""
+    is_collected = isinstance(envelope.options, ResponseOptions) and (
+        envelope.options.store or envelope.options.background
+    )
+    if envelope.counted_bytes and not is_collected:
+        left = gateway.envelopes.size(envelope), gateway.envelopes.life(envelope)
+        with contextlib.suppress(*REDIS_ERRORS):  # the count ends by itself
+            await gateway.stored.change(envelope.key, envelope.tenant, envelope.id, *left)
 
 
 async def streamed(
     gateway: Gateway,
     key: ApiKey,
     envelope: Envelope,
-    framing: sse.Framing,
+    api: Api,
+    encoder: EventEncoder,
     after: Position | None = None,
     *,
     arrived: float | None = None,
@@ -226,7 +229,7 @@ async def streamed(
         at_once: do not wait for the first entry: a worker's refusal is then an event of the stream.
     """
     async with AsyncExitStack() as opened:
-        reader = await opened.enter_async_context(charged_reader(gateway, key, envelope, after))
+        reader = await opened.enter_async_context(charged_reader(gateway, key, envelope, api, after))
         opening = reader.opening()
         first = [] if at_once else await _first(reader, gateway.settings.hold_status)
         if after is None and not at_once and reader.error is not None and not reader.has_output:
@@ -238,7 +241,7 @@ async def streamed(
             reader,
             opening + (first or []) if opening else first,
             opened.pop_all(),
-            framing=framing,
+            encoder=encoder,
             keep_alive=gateway.settings.keep_alive,
             headers=headers,
         )
@@ -258,30 +261,23 @@ async def _first(reader: AnswerReader, seconds: float) -> list[ChunkAndCursor] |
     return found
 
 
-async def plain(gateway: Gateway, key: ApiKey, envelope: Envelope, seconds: float = _PLAIN_WAIT) -> Response:
+async def plain(gateway: Gateway, key: ApiKey, envelope: Envelope, api: Api, seconds: float = _PLAIN_WAIT) -> Response:
     """Return the whole answer; 202 if it is not complete within `seconds`."""
-    envelope = msgspec.structs.replace(envelope, form=with_usage(envelope.form))
+    envelope = msgspec.structs.replace(envelope, options=with_usage(envelope.options))
     deadline = time.monotonic() + seconds
-    answer: list[dict[str, Any]] = []
-    async with charged_reader(gateway, key, envelope) as reader:
+    answer = CompleteAnswer(envelope.options)
+    async with charged_reader(gateway, key, envelope, api) as reader:
         while not reader.has_ended:
             chunks = await reader.take(max(0.0, deadline - time.monotonic()))
             if chunks is None:
                 return _unfinished(envelope)
-            answer += [chunk for chunk, _ in chunks]
-        if reader.error is not None:
-            raise reader.error
-    return JsonResponse(fold(answer, envelope.form), headers={"x-headrace-id": envelope.id})
+            if reader.error is not None:
+                raise reader.error
+            for chunk, _ in chunks:
+                answer.add(chunk)
+    return JsonResponse(answer.whole(), headers={"x-headrace-id": envelope.id})
 
 
 def _unfinished(envelope: Envelope) -> Response:
     body = {"id": envelope.id, "created": envelope.created, "model": envelope.model, "status": "in_progress"}
     return JsonResponse(body, status=202, headers={"retry-after": "1"})
-
-
-routes: Final = [
-    Route("/v1/chat/completions", create_chat, methods=["POST"]),
-    Route("/v1/chat/completions/{id}", retrieve_chat, methods=["GET"]),
-    Route("/v1/completions", create_completion, methods=["POST"]),
-    Route("/v1/completions/{id}", retrieve_completion, methods=["GET"]),
-]

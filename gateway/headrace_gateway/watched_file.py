@@ -1,11 +1,12 @@
 """`WatchedFile`: an operator's file that is reloaded when it changes. `read_toml`: reads one version."""
 
-import logging
 import time
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
+
+import structlog
 
 from headrace_gateway.errors import GatewaySettingsError
 
@@ -14,7 +15,7 @@ _MAX_BYTES: Final = 4 * 2**20
 
 Content = TypeVar("Content")
 
-logger = logging.getLogger(__name__)
+logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 
 class WatchedFile(Generic[Content]):
@@ -61,10 +62,10 @@ class WatchedFile(Generic[Content]):
         try:
             self._content = self._read(self._path)
         except GatewaySettingsError as error:
-            logger.error("%s refused, last valid version stays in use: %s", self._what, error)
+            logger.error("file refused, last valid version stays in use", file=self._what, reason=str(error))
             self._when_read(False)
         else:
-            logger.info("%s read", self._what)
+            logger.info("file read", file=self._what)
             self._when_read(True)
 
 

@@ -1,1 +1,1 @@
-"""What an operator sees of Headrace: metrics, health, logs, the dashboard. Knows no other part of Headrace."""
+"""Metrics, health endpoints, logs and dashboards. Imports no other package of Headrace."""

@@ -1,10 +1,10 @@
-"""Histogram bounds, and the service level objectives that must lie on one of them.
+"""Histogram buckets, and the service level objectives. Each objective is the upper bound of a bucket.
 
-A quantile read from a histogram is an interpolation, but the share of observations below a bound is exact. Alerts
-therefore ask "how many were slower than the objective", which only works when the objective is a bound.
+A quantile of a histogram is interpolated. The share of observations up to a bound is exact. Alerts compare that share
+with the objective.
 """
 
-# seconds; the alert rules and the dashboard use the same numbers
+# Seconds. The alert rules and the dashboards use the same values.
 TIME_TO_FIRST_TOKEN_OBJECTIVE = 2.5
 INTER_TOKEN_LATENCY_OBJECTIVE = 0.1
 QUEUE_WAIT_OBJECTIVE = 30.0

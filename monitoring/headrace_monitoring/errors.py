@@ -1,8 +1,8 @@
-"""Every error this package raises."""
+"""All exceptions of this package."""
 
 
 class HeadraceMonitoringError(Exception):
-    """Base of all errors of headrace_monitoring."""
+    """Base class of the exceptions of headrace_monitoring."""
 
 
 class HealthAddressError(HeadraceMonitoringError):
@@ -13,21 +13,14 @@ class HealthAddressError(HeadraceMonitoringError):
 
 
 class TracingError(HeadraceMonitoringError):
-    """Tracing was asked for, but a package that it needs is missing."""
+    """Tracing is enabled, but a package that it needs is not installed."""
 
     def __init__(self, module: str) -> None:
-        super().__init__(f"tracing needs the extra headrace[tracing]: module {module} is missing")
+        super().__init__(f"tracing needs the extra headrace[tracing]: module {module} is not installed")
 
 
 class LogLevelError(HeadraceMonitoringError):
-    """The log level is not one of the standard names."""
+    """The log level is not one of the accepted names."""
 
     def __init__(self, level: str, known: tuple[str, ...]) -> None:
-        super().__init__(f"unknown log level {level!r}; use one of {', '.join(known)}")
-
-
-class PrometheusError(HeadraceMonitoringError):
-    """A Prometheus server does not answer, or refuses a query."""
-
-    def __init__(self, url: str, reason: str) -> None:
-        super().__init__(f"the Prometheus at {url} does not answer: {reason}")
+        super().__init__(f"the log level must be one of {', '.join(known)}, got {level!r}")

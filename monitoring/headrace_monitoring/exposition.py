@@ -1,10 +1,10 @@
-"""The two forms in which Prometheus reads metrics, and which of them a scrape gets.
+"""Renders metrics in the two formats that Prometheus reads, and chooses one for each scrape.
 
-OpenMetrics alone carries exemplars: the id of a trace beside a bucket of a histogram. It is what Prometheus asks for
-first; a reader that does not name it gets the plain text that everything understands.
+Only OpenMetrics has exemplars: the id of a trace beside a bucket of a histogram. A client that does not accept
+OpenMetrics gets the text format.
 
 prometheus_client's own two writers escape every label of every series at each scrape, character by character, which
-takes longer than all the rest. Label sets are closed, so here a series' name and labels are written once and kept.
+takes most of the time of a scrape. Label sets are closed, so the text of each series is made once and cached.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
-_number: Callable[[float], str] = floatToGoString  # it has no types
+_number: Callable[[float], str] = floatToGoString  # the function has no annotations
 
 
 class ExpositionFormat(enum.Enum):
-    """The value is the content type of an answer."""
+    """The value is the content type of the response."""
 
     TEXT = CONTENT_TYPE_LATEST
     OPENMETRICS = openmetrics.CONTENT_TYPE_LATEST
 
     @classmethod
     def asked_for(cls, accept: str) -> ExpositionFormat:
-        """OpenMetrics where the header `Accept` names a version 1 of it, text otherwise."""
+        """Return OpenMetrics if the header `Accept` names its version 1, the text format otherwise."""
         for entry in accept.lower().split(","):
             media_type, *pairs = (part.strip() for part in entry.split(";"))
             parameters = {name: value.strip('"') for name, _, value in (pair.partition("=") for pair in pairs)}
             version, weight = parameters.get("version", "1"), parameters.get("q", "1")
-            refused = weight.strip("0.") == ""  # "q=0" means: anything but this
+            refused = weight.strip("0.") == ""  # "q=0" excludes the media type
             if media_type == "application/openmetrics-text" and version.partition(".")[0] == "1" and not refused:
                 return cls.OPENMETRICS
         return cls.TEXT
 
 
 def render(registry: CollectorRegistry, form: ExpositionFormat) -> bytes:
-    """Everything in the registry, as Prometheus reads it: counters, gauges and histograms, as we have no others."""
+    """Return all metrics of the registry as text. They must be counters, gauges or histograms."""
     is_openmetrics = form is ExpositionFormat.OPENMETRICS
     lines: list[str] = []
     for family in registry.collect():

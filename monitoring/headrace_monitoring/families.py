@@ -1,8 +1,8 @@
 """Every metric family of Headrace, declared once: name, help, labels, buckets.
 
 Names follow the conventions of Prometheus: prefix `headrace_`, base units (seconds, tokens, ratios between 0 and 1),
-counters end in `_total`. Every family carries `model`, those of the queue also `queue`. What feeds a family is in
-`metrics.py`.
+counters end in `_total`. Every family has the label `model`, and those of the queue also `queue`. `metrics.py` sets
+their values.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from headrace_monitoring import buckets, labels
+from headrace_wire.codes import DEAD_LETTER_LABELS, FINISH_REASONS, PRIORITY_STEPS
 
 PREFIX = "headrace_"
 
 
 class RepeatingHistogram(Histogram):
-    """A histogram that takes many equal observations at once."""
+    """A histogram that can record many equal observations in one call."""
 
     def observe_equal(self, amount: float, count: int, exemplar: dict[str, str] | None = None) -> None:
-        """As `observe`, `count` times; at least once."""
+        """Record `count` observations of `amount`. `count` is at least 1."""
         self.observe(amount, exemplar)
         if count > 1:
             self._sum.inc(amount * (count - 1))
@@ -32,7 +33,7 @@ class RepeatingHistogram(Histogram):
 class FamilyFactory:
     """Declares families with constant labels, and creates all their children at once.
 
-    The keyword arguments of its methods are further labels, each with all values that it can have.
+    The keyword arguments of its methods are further labels with all their possible values.
     """
 
     def __init__(self, registry: CollectorRegistry, **constant_labels: str) -> None:
@@ -48,7 +49,7 @@ class FamilyFactory:
         return {value: child for (value,), child in self.grid(name, documentation, **label).items()}
 
     def grid(self, name: str, documentation: str, /, **labels: Sequence[str]) -> dict[tuple[str, ...], Counter]:
-        """A counter for every combination of label values."""
+        """Return a counter for every combination of label values."""
         family = Counter(PREFIX + name, documentation, (*self._names, *labels), registry=self._registry)
         return {cell: family.labels(*self._values, *cell) for cell in itertools.product(*labels.values())}
 
@@ -60,7 +61,7 @@ class FamilyFactory:
         return {value: child for (value,), child in self.gauge_grid(name, documentation, **label).items()}
 
     def gauge_grid(self, name: str, documentation: str, /, **labels: Sequence[str]) -> dict[tuple[str, ...], Gauge]:
-        """A gauge for every combination of label values."""
+        """Return a gauge for every combination of label values."""
         family = Gauge(PREFIX + name, documentation, (*self._names, *labels), registry=self._registry)
         return {cell: family.labels(*self._values, *cell) for cell in itertools.product(*labels.values())}
 
@@ -77,19 +78,19 @@ class FamilyFactory:
 
 
 class QueueFamilies:
-    """The backlog in Redis, and what this worker took from it."""
+    """The queue in Redis, and the messages that this worker received from it."""
 
-    def __init__(self, make: FamilyFactory, sets: labels.LabelSets) -> None:
+    def __init__(self, make: FamilyFactory) -> None:
         self.messages = make.gauges("queue_messages", "Messages of the queue by state.", state=labels.MESSAGE_STATES)
         self.oldest_age = make.gauge(
-            "queue_oldest_message_age_seconds", "Age of the oldest ready message; 0 when none is ready."
+            "queue_oldest_message_age_seconds", "Age of the oldest ready message; 0: none is ready."
         )
         self.blocked = make.gauge("queue_blocked", "1 while Redis gives no messages of the queue to workers.")
         self.wait = make.histograms(
             "queue_wait_seconds",
-            "Time for which a message waited in the queue until a worker took it.",
+            "Time from the enqueue of a message until a worker took it.",
             buckets.QUEUE_WAIT,
-            priority=[str(step) for step in sets.priority_steps],
+            priority=[str(step) for step in PRIORITY_STEPS],
         )
         self.timed = make.counters(
             "queue_timed_messages_total",
@@ -98,39 +99,39 @@ class QueueFamilies:
         )
         self.received = make.counter("queue_received_messages_total", "Messages this worker took from the queue.")
         self.redelivered = make.counter(
-            "queue_redelivered_messages_total", "Messages received that an earlier worker had not finished."
+            "queue_redelivered_messages_total", "Messages received that another worker had received before."
         )
         self.returned = make.counters(
             "queue_returned_messages_total",
-            "Messages that this worker gave back to the queue.",
+            "Messages that this worker returned to the queue.",
             reason=labels.RETURN_REASONS,
         )
         self.streams_replaced = make.counter(
-            "streams_replaced_total", "Streams that no worker can have written; they were deleted and started again."
+            "streams_replaced_total", "Streams that no worker can have written. They were deleted and created again."
         )
-        self.leases_lost = make.counter("leases_lost_total", "Messages that another worker took; this one was silent.")
+        self.leases_lost = make.counter("leases_lost_total", "Leases of this worker that expired and were taken over.")
         self.dead_lettered = make.counters(
             "queue_dead_lettered_messages_total",
             "Messages moved to the dead letters.",
-            reason=(*sets.dead_letter_reasons, labels.OTHER),
+            reason=(*DEAD_LETTER_LABELS, labels.OTHER),
         )
 
 
 class RequestFamilies:
-    """What happened to requests, as their subscribers see it."""
+    """Requests, as their subscribers see them."""
 
     def __init__(self, make: FamilyFactory) -> None:
         self.finished = make.counters(
-            "requests_total", "Requests whose stream ended, by outcome.", outcome=labels.OUTCOMES
+            "requests_total", "Requests whose stream ended, by outcome.", outcome=FINISH_REASONS
         )
         self.streams_gone = make.counter(
-            "streams_gone_total", "Streams that were deleted, or lost by Redis, under a running request."
+            "streams_gone_total", "Streams that disappeared from Redis while their request ran."
         )
         self.resumed_across_draws = make.counter(
             "resumed_across_draws_total",
-            "Sampled requests that this worker continued with different draws than their earlier attempts.",
+            "Sampled requests that this worker continued with other random numbers than their earlier attempts.",
         )
-        self.in_flight = make.gauge("requests_in_flight", "Requests this worker started and has not finished.")
+        self.in_flight = make.gauge("requests_in_flight", "Requests that this worker started and that have not ended.")
         self.time_to_first_token = make.histogram(
             "time_to_first_token_seconds",
             "Time from the enqueue of a request until its first token was published.",
@@ -161,7 +162,7 @@ class RequestFamilies:
         )
         self.prompt_tokens = make.counters(
             "prompt_tokens_total",
-            "Prompt tokens of finished requests, by whether they were computed or came from the prefix cache.",
+            "Prompt tokens of finished requests: computed, or found in the prefix cache.",
             source=labels.PROMPT_SOURCES,
         )
         self.generation_tokens = make.counter("generation_tokens_total", "Tokens published by this worker.")
@@ -173,7 +174,7 @@ class RequestFamilies:
 
 
 class StageFamilies:
-    """How long each stage of a request in the engine took. `steps` makes the families that an engine's steps report."""
+    """The duration of each stage of a request. `steps` makes the families that only some engines report."""
 
     def __init__(self, make: FamilyFactory, steps: FamilyFactory) -> None:
         self.queue = steps.histogram(
@@ -192,7 +193,7 @@ class StageFamilies:
 
 
 class TenantFamilies:
-    """Who sends the work. Only tenants that the operator names have series of their own."""
+    """Requests, tokens and messages by tenant. Only tenants that the operator names have a series each."""
 
     def __init__(self, make: FamilyFactory, sets: labels.LabelSets) -> None:
         tenants = sets.tenant_values
@@ -200,7 +201,7 @@ class TenantFamilies:
             "tenant_requests_total",
             "Requests whose stream ended, by tenant and outcome.",
             tenant=tenants,
-            outcome=labels.OUTCOMES,
+            outcome=FINISH_REASONS,
         )
         self.tokens = make.grid(
             "tenant_tokens_total",
@@ -209,7 +210,7 @@ class TenantFamilies:
             kind=labels.TENANT_TOKENS,
         )
         self.queued = make.gauges(
-            "tenant_queued_messages", "Ready messages that a worker has sorted, by tenant.", tenant=tenants
+            "tenant_queued_messages", "Ready messages that a worker has sorted by tenant.", tenant=tenants
         )
         self.queue_wait = make.histograms(
             "tenant_queue_wait_seconds",
@@ -220,14 +221,14 @@ class TenantFamilies:
 
 
 class EngineFamilies:
-    """The step loop and its memory, told by the engine once a step. `steps` makes what not every engine tells."""
+    """The step loop and its memory, reported once a step. `steps` makes the families that only some engines report."""
 
     def __init__(self, make: FamilyFactory, steps: FamilyFactory, sets: labels.LabelSets) -> None:
         self.up = make.gauge("engine_up", "1 while the engine process runs and answers.")
         self.restarts = make.counters(
             "engine_restarts_total",
-            "Engine processes started to replace one that was lost.",
-            reason=(*sets.restart_reasons, labels.OTHER),
+            "Engine processes started to replace one that ended.",
+            reason=(*labels.RESTART_REASONS, labels.OTHER),
         )
         self.requests = steps.gauges(
             "engine_requests", "Requests inside the engine by state.", state=labels.ENGINE_REQUEST_STATES
@@ -249,13 +250,13 @@ class EngineFamilies:
             "engine_phase_seconds_total", "Time the step loop spent in each phase.", phase=labels.STEP_PHASES
         )
         self.last_step = make.gauge(
-            "engine_last_step_timestamp_seconds", "Unix time of the last step, or of the engine's start before it."
+            "engine_last_step_timestamp_seconds", "Unix time of the last step; before the first: of the engine's start."
         )
         self.stall_limit = make.gauge(
-            "engine_stall_limit_seconds", "Time without a step after which an engine with work is killed."
+            "engine_stall_limit_seconds", "Time without a step after which the worker kills an engine with requests."
         )
         self.preemptions = steps.counter(
-            "engine_preemptions_total", "Requests that lost their KV blocks to another request."
+            "engine_preemptions_total", "Requests whose KV blocks were given to another request."
         )
         self.kv_usage = steps.gauge("kv_cache_usage_ratio", "Share of the KV blocks that requests hold, 0 to 1.")
         self.kv_blocks = steps.gauges("kv_cache_blocks", "KV blocks by state.", state=labels.BLOCK_STATES)
@@ -264,16 +265,16 @@ class EngineFamilies:
         )
         self.prefix_hit = steps.counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.")
         self.padded_tokens = steps.counter(
-            "engine_padded_tokens_total", "Tokens computed only to fill a static shape of the device."
+            "engine_padded_tokens_total", "Padding tokens computed to fill the static shapes of the device."
         )
         self.compiled_graphs = steps.gauge(
-            "engine_compiled_graphs", "Graphs the engine has compiled for static shapes; constant while it serves."
+            "engine_compiled_graphs", "Graphs compiled for static shapes; constant after the warm-up."
         )
         self.fallback_operators = steps.gauge(
-            "engine_fallback_operators", "Operators that were computed on the CPU instead of the device; should be 0."
+            "engine_fallback_operators", "Operators that run on the CPU instead of the device; should be 0."
         )
         self.warm_up_seconds = steps.gauge(
-            "engine_warm_up_seconds", "Time the engine took to compile its graphs before the first request."
+            "engine_warm_up_seconds", "Duration of the compilation of the graphs, before the first request."
         )
 
 
@@ -296,21 +297,21 @@ class DraftFamilies:
 class WorkerFamilies:
     """The worker process itself, and its connection to Redis."""
 
-    def __init__(self, make: FamilyFactory, sets: labels.LabelSets) -> None:
-        commands = (*sets.redis_commands, labels.OTHER)
-        self.state = make.gauges("worker_state", "1 for the state the worker is in.", state=labels.WORKER_STATES)
+    def __init__(self, make: FamilyFactory) -> None:
+        commands = (*labels.REDIS_COMMANDS, labels.OTHER)
+        self.state = make.gauges("worker_state", "1 for the current state of the worker.", state=labels.WORKER_STATES)
         self.slots = make.gauges("worker_slots", "Request slots of the worker.", state=labels.SLOT_STATES)
         self.heartbeat = make.gauge(
-            "worker_heartbeat_timestamp_seconds", "Unix time of the last turn of the worker's loop."
+            "worker_heartbeat_timestamp_seconds", "Unix time of the last iteration of the worker's event loop."
         )
         self.loop_lag = make.histogram(
             "event_loop_lag_seconds",
-            "Longest time in each second for which the worker's loop was blocked.",
+            "Longest time in each second for which the worker's event loop was blocked.",
             buckets.LOOP_LAG,
         )
         self.result_seconds = make.counters(
             "worker_result_seconds_total",
-            "Time the worker's loop spent on turning results into text and on publishing them.",
+            "Time that the worker's event loop spent on detokenizing and on publishing.",
             phase=labels.RESULT_PHASES,
         )
         self.stream_entries = make.counter("stream_entries_total", "Entries written to streams.")

@@ -1,68 +1,132 @@
-"""`HealthServer`: `/metrics`, `/health/live` and `/health/ready` over HTTP.
+"""The health of a worker, and the server of `/metrics`, `/health/live` and `/health/ready`.
 
-One daemon thread runs an event loop of its own. What a client can cost is bounded: connections at a time, bytes of a
-request, seconds from accept to close, and how often the exposition is rendered. A client that stalls holds one
-connection until its deadline and nothing else; one that errs gets an error. Nothing here waits for the worker, and the
-worker waits for nothing here.
+The server is the standard library's threaded server. It limits the number of connections, their duration, and how often
+metrics are rendered. The server and the worker never wait for each other.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import http
 import json
 import logging
 import socket
+import socketserver
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler
+from typing import Any
 
 from headrace_monitoring.errors import HealthAddressError
 from headrace_monitoring.exposition import ExpositionFormat
+from headrace_monitoring.labels import WorkerState
+
+
+class WorkerHealth:
+    """Holds the state that the probes report.
+
+    Only the worker's loop writes an attribute, and the server's threads read it. Each write replaces a whole value, so
+    no lock is needed.
+
+    Args:
+        heartbeat_timeout: seconds without `heartbeat` after which the loop counts as stuck.
+        step_timeout: seconds with requests in flight and no `stepped` after which the engine counts as stuck.
+        clock: monotonic time in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        heartbeat_timeout: float = 60.0,
+        step_timeout: float = 120.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._heartbeat_timeout = heartbeat_timeout
+        self._step_timeout = step_timeout
+        self._clock = clock
+        self._state: WorkerState = "loading"
+        self._heartbeat_at: float | None = None
+        # time of the last step, or of the first heartbeat with requests in flight; None while none is in flight
+        self._progress_at: float | None = None
+        self._queue_problem: str | None = None
+        self._preparation_fails = False
+
+    def queue_blocked(self, problem: str | None) -> None:
+        """Set why Redis gives the worker no messages; None: it does."""
+        self._queue_problem = problem
+
+    def preparation_fails(self, fails: bool) -> None:
+        """Set whether a process that prepares requests fails at its start."""
+        self._preparation_fails = fails
+
+    def state(self, state: WorkerState) -> None:
+        """Set the worker's state. A loading engine cannot step, so the time without a step counts from here."""
+        self._state = state
+        if self._progress_at is not None:
+            self._progress_at = self._clock()
+
+    def heartbeat(self, in_flight: int) -> None:
+        """Record one turn of the worker's loop, with the number of requests in the engine."""
+        now = self._clock()
+        self._heartbeat_at = now
+        if in_flight == 0:
+            self._progress_at = None
+        elif self._progress_at is None:
+            self._progress_at = now
+
+    def stepped(self) -> None:
+        """Record a step of the engine."""
+        if self._progress_at is not None:
+            self._progress_at = self._clock()
+
+    def not_ready(self) -> str | None:
+        """Return why the worker takes no requests; None: it takes them."""
+        if self._state != "ready":
+            return f"the worker is {self._state}"
+        if self._queue_problem is not None:
+            return f"the queue cannot be served: {self._queue_problem}"
+        if self._preparation_fails:
+            return "requests cannot be prepared: a preparation process fails at its start; its error is in the log"
+        return self.not_alive()
+
+    def not_alive(self) -> str | None:
+        """Return why the worker should be restarted; None: it should not.
+
+        Before the first heartbeat the worker is alive. A startup probe limits the time of a start.
+        """
+        now = self._clock()
+        heartbeat_at, progress_at = self._heartbeat_at, self._progress_at
+        if heartbeat_at is not None and now - heartbeat_at > self._heartbeat_timeout:
+            return f"no heartbeat for {now - heartbeat_at:.0f} s (limit {self._heartbeat_timeout:g} s)"
+        if self._state != "loading" and progress_at is not None and now - progress_at > self._step_timeout:
+            return f"requests in flight and no step for {now - progress_at:.0f} s (limit {self._step_timeout:g} s)"
+        return None
+
 
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 32
-MAX_REQUEST_BYTES = 8192
 DEADLINE_SECONDS = 5.0
-# Rendering holds the interpreter; a flood of scrapes is answered from the last rendering.
+# Rendering holds the interpreter lock, so many scrapes at once get one rendering.
 RENDER_INTERVAL_SECONDS = 0.1
 ACCEPT_PAUSE_SECONDS = 0.1
 
 JSON_TYPE = "application/json"
 
 
-@dataclass(frozen=True)
-class Response:
-    status: http.HTTPStatus
-    body: bytes
-    content_type: str = JSON_TYPE
-
-    def encode(self, *, with_body: bool) -> bytes:
-        head = (
-            f"HTTP/1.1 {self.status.value} {self.status.phrase}\r\n"
-            f"Content-Type: {self.content_type}\r\n"
-            f"Content-Length: {len(self.body)}\r\n"
-            "Cache-Control: no-store\r\n"
-            "Connection: close\r\n\r\n"
-        )
-        return head.encode("ascii") + (self.body if with_body else b"")
-
-
 class HealthServer:
-    """Serves a worker's metrics and health.
+    """Serves a process's metrics and health.
 
     Args:
-        exposition: renders the metrics in the form that is asked for (`Metrics.exposition`).
-        not_ready: why the worker is not ready, None when it is (`WorkerHealth.not_ready`).
-        not_alive: why the worker should be restarted, None when it should not (`WorkerHealth.not_alive`).
+        exposition: renders the metrics in the requested format (`Metrics.exposition`).
+        not_ready: says why the worker is not ready; None: it is (`WorkerHealth.not_ready`).
+        not_alive: says why the worker should be restarted; None: it should not (`WorkerHealth.not_alive`).
         host: address to listen on.
         port: port to listen on; 0 takes a free one, see `url`.
-        deadline_seconds: the longest that one connection may last.
+        deadline_seconds: the maximum duration of one connection.
 
-    The three callables run on the server's thread, so they must neither block nor wait for the worker.
+    The three callables run on the server's threads. They must not block, and must not wait for the worker.
     """
 
     def __init__(
@@ -76,57 +140,41 @@ class HealthServer:
         deadline_seconds: float = DEADLINE_SECONDS,
     ) -> None:
         self._exposition = exposition
-        self._not_ready = not_ready
-        self._not_alive = not_alive
+        self._probes = {"/health/live": not_alive, "/health/ready": not_ready}
         self._host = host
         self._port = port
         self._deadline = deadline_seconds
+        self._rendering = threading.Lock()
         self._rendered: dict[ExpositionFormat, tuple[float, bytes]] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: _Server | None = None
         self._thread: threading.Thread | None = None
-        self._stop: asyncio.Event | None = None
 
     @property
     def url(self) -> str:
-        """Where the server listens, known once it was started."""
+        """The server's URL. Known after `start`."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}"
 
     def start(self) -> None:
-        """Listen and serve. Raises HealthAddressError when the address cannot be had."""
-        assert self._thread is None, "started twice"
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        """Listen and serve. Raises HealthAddressError if the server cannot listen on the address."""
+        assert self._server is None, "started twice"
         try:
-            listener = socket.create_server((self._host, self._port), family=family, backlog=MAX_CONNECTIONS)
+            self._server = _Server(self._host, self._port, self._respond, self._deadline)
         except (OSError, OverflowError) as error:
             raise HealthAddressError(self._host, self._port, str(error)) from error
-        listener.setblocking(False)
-        self._port = listener.getsockname()[1]
-        started = threading.Event()
-
-        def run() -> None:
-            try:
-                asyncio.run(self._serve(listener, started))
-            finally:
-                listener.close()
-                started.set()
-
-        self._thread = threading.Thread(target=run, name="headrace-health", daemon=True)
+        self._port = self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, name="headrace-health", daemon=True)
         self._thread.start()
-        started.wait()
-        if self._loop is None:
-            raise HealthAddressError(self._host, self._port, "the event loop did not start")
 
     def stop(self) -> None:
-        """Close the port and every connection. Does nothing when not started.
-
-        Waits for the thread, though not for ever: one of the callables may hang.
-        """
-        if self._thread is None or self._loop is None or self._stop is None:
+        """Close the port and every connection. Does nothing when not started."""
+        if self._server is None or self._thread is None:
             return
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(self._deadline)
-        self._thread = self._loop = self._stop = None
+        self._server.shutdown()
+        self._thread.join()
+        self._server.cut_off(older_than=0.0)
+        self._server.server_close()
+        self._server = self._thread = None
 
     def __enter__(self) -> HealthServer:
         self.start()
@@ -135,118 +183,119 @@ class HealthServer:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    async def _serve(self, listener: socket.socket, started: threading.Event) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._stop = asyncio.Event()
-        answers: set[asyncio.Task[None]] = set()
-        self._loop.add_reader(listener, self._accept, self._loop, listener, answers)
-        started.set()
-        try:
-            await self._stop.wait()
-        finally:
-            self._loop.remove_reader(listener)
+    def _respond(self, path: str, accept: str) -> tuple[http.HTTPStatus, str, bytes]:
+        """Return the status, the content type and the body for a path."""
+        if path == "/metrics":
+            asked = ExpositionFormat.asked_for(accept)
+            return http.HTTPStatus.OK, asked.value, self._render(asked)
+        if path not in self._probes:
+            return _failure(http.HTTPStatus.NOT_FOUND)
+        problem = self._probes[path]()
+        if problem is None:
+            return http.HTTPStatus.OK, JSON_TYPE, json.dumps({"status": "ok"}).encode()
+        body = {"status": "unavailable", "reason": problem}
+        return http.HTTPStatus.SERVICE_UNAVAILABLE, JSON_TYPE, json.dumps(body).encode()
 
-    def _accept(
-        self, loop: asyncio.AbstractEventLoop, listener: socket.socket, answers: set[asyncio.Task[None]]
+    def _render(self, asked: ExpositionFormat) -> bytes:
+        with self._rendering:
+            now = time.monotonic()
+            rendered = self._rendered.get(asked)
+            if rendered is None or now - rendered[0] >= RENDER_INTERVAL_SECONDS:
+                rendered = self._rendered[asked] = now, self._exposition(asked)
+            return rendered[1]
+
+
+def _failure(status: http.HTTPStatus) -> tuple[http.HTTPStatus, str, bytes]:
+    return status, JSON_TYPE, json.dumps({"status": "error", "reason": status.phrase}).encode()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """A thread for each connection, up to MAX_CONNECTIONS. Further connections are closed at once."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = MAX_CONNECTIONS
+
+    def __init__(
+        self, host: str, port: int, respond: Callable[[str, str], tuple[http.HTTPStatus, str, bytes]], deadline: float
     ) -> None:
-        """Take one connection. The loop calls it while clients wait at the listener."""
-        try:
-            connection, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # the client went away
-            return
-        except OSError as error:  # no file descriptor is left: asked again at once, the loop would spin
-            log.warning("cannot accept a connection: %s", error.strerror)
-            loop.remove_reader(listener)
-            loop.call_later(ACCEPT_PAUSE_SECONDS, loop.add_reader, listener, self._accept, loop, listener, answers)
-            return
-        if len(answers) >= MAX_CONNECTIONS:
-            connection.close()
-            return
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.respond = respond
+        self._deadline = deadline
+        self._accepted_at: dict[socket.socket, float] = {}
+        super().__init__((host, port), _Handler)
 
-        def end(task: asyncio.Task[None]) -> None:
-            answers.discard(task)
-            connection.close()  # here and not in _answer, which a stop may cancel before its first line
-
-        answer = loop.create_task(self._answer(connection))
-        answers.add(answer)
-        answer.add_done_callback(end)
-
-    async def _answer(self, connection: socket.socket) -> None:
-        """One request, one response, within the deadline."""
-        loop = asyncio.get_running_loop()
-        connection.setblocking(False)
-        with contextlib.suppress(OSError, TimeoutError):  # who asks too slowly, or goes away, gets no answer
-            async with asyncio.timeout(self._deadline):
-                request = await self._read_head(connection)
-                if request is None:
-                    return
-                method, response = self._respond(request)
-                await loop.sock_sendall(connection, response.encode(with_body=method != "HEAD"))
-                # Closing with bytes unread would reset the connection, and the response might be lost with it.
-                connection.shutdown(socket.SHUT_WR)
-                while await loop.sock_recv(connection, MAX_REQUEST_BYTES):
-                    pass
-
-    async def _read_head(self, connection: socket.socket) -> bytes | None:
-        """The request up to the blank line, or as much as is accepted; None when the client hung up before."""
-        loop = asyncio.get_running_loop()
-        request = b""
-        while b"\r\n\r\n" not in request and len(request) < MAX_REQUEST_BYTES:
-            received = await loop.sock_recv(connection, MAX_REQUEST_BYTES - len(request))
-            if not received:
-                return None
-            request += received
-        return request
-
-    def _respond(self, request: bytes) -> tuple[str, Response]:
-        """The method and the response to a request's head."""
-        if b"\r\n\r\n" not in request:
-            return "GET", _failure(http.HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-        line, *fields = request.partition(b"\r\n\r\n")[0].decode("latin-1").split("\r\n")
-        words = line.split(" ")
-        if len(words) != 3 or not words[2].startswith("HTTP/"):
-            return "GET", _failure(http.HTTPStatus.BAD_REQUEST)
-        method, target = words[0], words[1].partition("?")[0]
-        if method not in ("GET", "HEAD"):
-            return method, _failure(http.HTTPStatus.METHOD_NOT_ALLOWED)
-        try:
-            return method, self._route(target, fields)
-        except Exception:  # the server outlives what it asks
-            log.exception("answering %s failed", target[:64])
-            return method, _failure(http.HTTPStatus.INTERNAL_SERVER_ERROR)
-
-    def _route(self, target: str, fields: Sequence[str]) -> Response:
-        match target:
-            case "/metrics":
-                form = ExpositionFormat.asked_for(_accept(fields))
-                return Response(http.HTTPStatus.OK, self._render(form), form.value)
-            case "/health/live":
-                return _probe(self._not_alive())
-            case "/health/ready":
-                return _probe(self._not_ready())
-            case _:
-                return _failure(http.HTTPStatus.NOT_FOUND)
-
-    def _render(self, form: ExpositionFormat) -> bytes:
+    def cut_off(self, older_than: float) -> None:
+        """Close the connections that are open for at least `older_than` seconds. Their threads end with them."""
         now = time.monotonic()
-        rendered = self._rendered.get(form)
-        if rendered is None or now - rendered[0] >= RENDER_INTERVAL_SECONDS:
-            rendered = self._rendered[form] = now, self._exposition(form)
-        return rendered[1]
+        for connection, accepted_at in list(self._accepted_at.items()):
+            if now - accepted_at >= older_than:
+                with contextlib.suppress(OSError):  # the client has closed it
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def service_actions(self) -> None:
+        self.cut_off(self._deadline)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            # Without a free file descriptor the connection stays in the backlog. The pause prevents a busy loop.
+            log.warning("cannot accept a connection: %s", error.strerror)
+            time.sleep(ACCEPT_PAUSE_SECONDS)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if len(self._accepted_at) >= MAX_CONNECTIONS:
+            self.close_request(request)
+            return
+        self._accepted_at[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def close_request(self, request: Any) -> None:
+        self._accepted_at.pop(request, None)
+        super().close_request(request)
+
+    def handle_error(self, *_: object) -> None:
+        log.debug("a connection failed", exc_info=True)
 
 
-def _accept(fields: Sequence[str]) -> str:
-    """The header `Accept` of a request; one that comes twice means both."""
-    pairs = (field.partition(":") for field in fields)
-    return ",".join(value for name, _, value in pairs if name.strip().lower() == "accept")
+class _Handler(BaseHTTPRequestHandler):
+    """One request and its response."""
 
+    server: _Server
+    protocol_version = "HTTP/1.1"
+    default_request_version = "HTTP/1.1"  # a request that cannot be parsed gets a status line, too
 
-def _probe(problem: str | None) -> Response:
-    if problem is None:
-        return Response(http.HTTPStatus.OK, json.dumps({"status": "ok"}).encode())
-    body = {"status": "unavailable", "reason": problem}
-    return Response(http.HTTPStatus.SERVICE_UNAVAILABLE, json.dumps(body).encode())
+    def do_GET(self) -> None:
+        accept = ",".join(self.headers.get_all("Accept", []))
+        try:
+            response = self.server.respond(self.path.partition("?")[0], accept)
+        except Exception:  # the server must answer the next request
+            log.exception("request failed: path=%s", self.path[:64])
+            response = _failure(http.HTTPStatus.INTERNAL_SERVER_ERROR)
+        self._send(*response)
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
-def _failure(status: http.HTTPStatus) -> Response:
-    return Response(status, json.dumps({"status": "error", "reason": status.phrase}).encode())
+    def send_error(self, code: int, *_: object, **__: object) -> None:
+        self._send(*_failure(http.HTTPStatus(code)))
+
+    def _send(self, status: http.HTTPStatus, content_type: str, body: bytes) -> None:
+        self.send_response_only(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def finish(self) -> None:
+        super().finish()
+        # Closing a socket with unread bytes resets the connection, and the client may lose the response.
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            while self.connection.recv(8192):
+                pass

@@ -1,11 +1,10 @@
-"""One format for every log line: ours, Celery's and the libraries', as JSON or for a terminal.
+"""One format for all log lines of a process: Headrace's, Celery's and other libraries'. JSON, or text for a terminal.
 
-structlog sits on the standard library's root logger, so every library's lines come out here. What a request says never
-does: prompts, generated text and token ids are removed by name, whatever way they came in, and objects are shown by
-their type only, since a repr may hold a prompt.
+structlog formats the lines of the standard library's root logger. No line contains a prompt, generated text or token
+ids: the keys that hold them are removed. Objects are shown by their type, since a repr may contain a prompt.
 
-Context is `process_fields.set(worker=...)` once at the start, and structlog's
-`structlog.contextvars.bound_contextvars(request_id=...)` around the work for a request.
+`process_fields.set(worker=...)` sets the fields of a process. structlog's
+`structlog.contextvars.bound_contextvars(request_id=...)` sets the fields of a request.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from headrace_monitoring.errors import LogLevelError
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
-# Keys under which the message, the engine and Celery carry what a request says.
+# Keys that hold the content of a request in messages, in the engine and in Celery.
 PRIVATE_KEYS = frozenset(
     {
         "args",
@@ -49,7 +48,7 @@ PRIVATE_KEYS = frozenset(
 REMOVED = "[removed]"
 MAX_DEPTH = 6
 
-# Where a sentence of Celery's or kombu's starts to quote a message, its arguments or its result; what follows is cut.
+# After these texts, a log line of Celery or kombu quotes a message, its arguments or its result. The rest is removed.
 CELERY_QUOTES = (
     "The full contents of the message body was:",
     "Can't decode message body:",
@@ -61,7 +60,7 @@ CELERY_QUOTES = (
 
 
 class StaticFields:
-    """A processor that adds the same fields to every event of this process, whatever thread it comes from."""
+    """A structlog processor that adds the same fields to every event of the process, from any thread."""
 
     def __init__(self) -> None:
         self._fields: dict[str, str] = {}
@@ -72,7 +71,7 @@ class StaticFields:
         return event_dict
 
     def set(self, **fields: str) -> None:
-        """From now on; replaces what was set before."""
+        """Replace the fields."""
         self._fields = fields
 
 
@@ -80,10 +79,7 @@ process_fields = StaticFields()
 
 
 def set_level(level: str) -> str:
-    """Change the level of every logger while the process runs; returns the one before.
-
-    Raises LogLevelError for a name that is none.
-    """
+    """Set the level of the root logger and return the previous one. Raises LogLevelError for an unknown name."""
     if not isinstance(level, str) or level.upper() not in LEVELS:
         raise LogLevelError(level, LEVELS)
     root = logging.getLogger()
@@ -93,7 +89,7 @@ def set_level(level: str) -> str:
 
 
 def takes_colours(stream: TextIO) -> bool:
-    """Whether colour codes may be written: to a terminal that knows them, and whose user does not refuse them."""
+    """Return whether to write colour codes: `stream` is a terminal, TERM is not dumb, and NO_COLOR is not set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
@@ -104,14 +100,17 @@ def configure_logging(
     stream: TextIO | None = None,
     file: str | None = None,
     colours: bool = True,
-) -> None:
-    """Send every log line to `stream` (stderr) in one format. Calling it again replaces the first call.
+) -> bool:
+    """Write all log lines and warnings to `stream` (default: stderr) in one format. A later call replaces the handler.
 
     Args:
-        level: DEBUG, INFO, WARNING, ERROR or CRITICAL, in any case. Raises LogLevelError for another.
-        json: one JSON object a line; None means JSON unless `stream` is a terminal.
-        file: append to this file instead, and open it anew where it was renamed, as logrotate does.
-        colours: False leaves them out even where the terminal takes them.
+        level: DEBUG, INFO, WARNING, ERROR or CRITICAL, in any case. Raises LogLevelError for another name.
+        json: write one JSON object a line. None: JSON unless `stream` is a terminal.
+        file: append to this file instead. It is reopened after a rename, so logrotate can rotate it.
+        colours: False: write no colour codes.
+
+    Returns:
+        Whether the lines are JSON.
     """
     if level.upper() not in LEVELS:
         raise LogLevelError(level, LEVELS)
@@ -134,7 +133,7 @@ def configure_logging(
         ],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
-        # a cached logger would keep the processors of an earlier call
+        # a cached logger would use the processors of an earlier call
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(stream) if file is None else WatchedFileHandler(file, encoding="utf-8")
@@ -144,7 +143,7 @@ def configure_logging(
             foreign_pre_chain=shared,
             processors=[
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                # plain tracebacks: the richer ones print local variables, and those hold prompts
+                # plain tracebacks: rich ones print local variables, which may contain prompts
                 structlog.processors.StackInfoRenderer(),
                 structlog.processors.format_exc_info,
                 remove_private_keys,
@@ -158,6 +157,8 @@ def configure_logging(
             replaced.close()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    logging.captureWarnings(True)  # otherwise Python writes warnings to stderr
+    return as_json
 
 
 def _renderer(as_json: bool, *, colours: bool) -> Processor:
@@ -167,7 +168,7 @@ def _renderer(as_json: bool, *, colours: bool) -> Processor:
 
 
 def remove_private_keys(_: WrappedLogger, __: str, event_dict: EventDict) -> EventDict:
-    """Drop what a request says from an event, at any depth, and name the keys that were dropped."""
+    """Remove the content of requests from an event, at any depth, and list the removed keys."""
     dropped: set[str] = set()
     event: EventDict = {key: _plain(value, dropped, 0) for key, value in _public(event_dict, dropped).items()}
     if dropped:
@@ -181,7 +182,7 @@ def _public(values: Mapping[str, object], dropped: set[str]) -> dict[str, object
 
 
 def _plain(value: object, dropped: set[str], depth: int) -> object:
-    """The value if it is plain, its type otherwise."""
+    """Return a plain value as it is, and the type of any other."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     if depth < MAX_DEPTH:
@@ -193,9 +194,9 @@ def _plain(value: object, dropped: set[str], depth: int) -> object:
 
 
 def remove_private_arguments(record: logging.LogRecord) -> bool:
-    """A filter that drops nothing and takes what a request says out of a record before it becomes a sentence.
+    """Remove the content of requests from a record before it is formatted. A logging filter that keeps every record.
 
-    Celery logs a finished task with its return value as a named argument, and dumps messages it cannot read.
+    Celery logs the return value of a task as a named argument, and logs messages that it cannot decode in full.
     """
     if isinstance(record.args, Mapping):
         record.args = {key: REMOVED if key in PRIVATE_KEYS else value for key, value in record.args.items()}
@@ -210,5 +211,5 @@ def remove_private_arguments(record: logging.LogRecord) -> bool:
 
 
 def frames(error: BaseException) -> str:
-    """What was raised and where, without the error's own text, which may quote a request."""
+    """Return the traceback and the type of an error, without its message, which may quote a request."""
     return "".join([*traceback.format_tb(error.__traceback__), type(error).__name__])

@@ -1,24 +1,26 @@
-"""`Metrics`: what the workers tell Prometheus, in verbs that take plain numbers.
+"""`Metrics`: the metrics of a worker, one method for each event.
 
-The process that owns the registry observes; the engine process sends plain numbers with its results. So there is no
-multiprocess mode, no directory of counters to wipe, and the caller holds no Prometheus code. What is declared where:
-`families.py`, `labels.py`, `buckets.py`.
+The engine process sends plain numbers with its outputs, and the worker process observes them. So prometheus_client's
+multiprocess mode and its directory are not needed. `families.py`, `labels.py` and `buckets.py` declare the metrics.
 
-Verbs that time a request take the id of its trace, where a trace of it is recorded. It becomes the exemplar of the
-bucket: the request to look at when a latency is to be explained.
+Methods that time a request take the id of its recorded trace. The id becomes the exemplar of the histogram's bucket.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Gauge, ProcessCollector, disable_created_metrics
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
-from headrace_monitoring.deferred import DeferredObservations
 from headrace_monitoring.exposition import ExpositionFormat, render
 from headrace_monitoring.families import (
     PREFIX,
@@ -31,21 +33,72 @@ from headrace_monitoring.families import (
     TenantFamilies,
     WorkerFamilies,
 )
-from headrace_monitoring.labels import ENGINE_REQUEST_STATES, NO_TENANT, OTHER, LabelSets, Outcome, WorkerState
+from headrace_monitoring.labels import (
+    ENGINE_REQUEST_STATES,
+    NO_TENANT,
+    OTHER,
+    LabelSets,
+    WorkerState,
+    dead_letter_reason,
+    priority_step,
+)
+from headrace_monitoring.logging import frames
 from headrace_monitoring.step_families import StepFamilies
+from headrace_wire.codes import FinishReason, ReturnReason
+
+logger = logging.getLogger(__name__)
+
+
+class DeferredObservations(Collector):
+    """A thread-safe buffer of calls.
+
+    A registry collects in the order of registration. Register this collector before all families, so that a scrape
+    contains every observation.
+    """
+
+    def __init__(self) -> None:
+        self._pending: Final[deque[tuple[Callable[..., None], tuple[Any, ...]]]] = deque()
+        self._flushing: Final = threading.Lock()
+        """Gauges must be set in the order of the calls."""
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def add(self, observe: Callable[..., None], *args: Any) -> None:
+        """Buffer a call. The caller must not modify the arguments afterwards."""
+        self._pending.append((observe, args))
+
+    def flush(self) -> None:
+        """Make all buffered calls. Log a call that fails, and continue with the next."""
+        with self._flushing:
+            while self._pending:
+                observe, args = self._pending.popleft()
+                try:
+                    observe(*args)
+                except Exception as error:  # noqa: BLE001  # no error may delay the restart of an engine
+                    logger.error("observation failed: %s", frames(error))
+
+    def describe(self) -> Iterable[Metric]:
+        """Return no family: the collector has none."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        self.flush()
+        return ()
+
 
 Child = TypeVar("Child")
 
-# Enqueue times come from producers' clocks. One that is years off must not spoil a histogram's sum for ever.
+# Enqueue times come from producers' clocks. A clock that is years off must not spoil the sum of a histogram.
 LONGEST_SECONDS = 30 * 24 * 3600.0
 
-# The outcomes whose durations and lengths say something about the service: a refusal is fast, a cancellation short.
-SERVED: frozenset[Outcome] = frozenset({"stop", "length"})
+# Durations and lengths are recorded for these outcomes only: refused and cancelled requests would distort them.
+SERVED: frozenset[FinishReason] = frozenset({"stop", "length"})
 
 
 @dataclass(slots=True)
 class Totals:
-    """Count what happened since the worker started, for remote control."""
+    """Totals since the start of the worker, for remote control."""
 
     tokens: int = 0
     requests: int = 0
@@ -53,8 +106,8 @@ class Totals:
     first_token_seconds: float = 0.0
 
 
-class StepStats(Protocol):
-    """The numbers of one step. Counts are those of the step, levels are as they stand after it. They do not change."""
+class StepNumbers(Protocol):
+    """The numbers of one step. Counts are of the step alone. Levels are those after the step."""
 
     step_seconds: float
     kind: str
@@ -71,17 +124,32 @@ class StepStats(Protocol):
     prefix_hit_tokens: int
     preemptions: int
     lora_requests: dict[str, list[int]]
-    """By adapter: how many run and wait."""
+    """By adapter: the numbers of running and waiting requests."""
     drafted_per_position: list[int]
     accepted_per_position: list[int]
-    """Empty without speculative decoding, as the one before."""
+    """This and `drafted_per_position` are empty without speculative decoding."""
     phase_seconds: dict[str, float]
-    """Of schedule, prepare, forward, sample, draft and update."""
+    """By phase: schedule, prepare, forward, sample, draft and update."""
     num_padded_tokens: int
     compiled_graphs: int
     fallback_operators: int
     warm_up_seconds: float
-    """0 unless the device has static shapes, as the three before."""
+    """This and the three fields above are 0 unless the device has static shapes."""
+
+
+@dataclass(slots=True)
+class Publication:
+    """The output of one or several steps, published together."""
+
+    num_tokens: int = 0
+    followed: Counter[tuple[int, float, str | None]] = field(default_factory=Counter)
+    """Numbers of chunks that follow another, by (tokens, seconds since the previous chunk, id of a recorded trace).
+
+    Most chunks of a step share all three. A chunk of n tokens counts as n equal gaps, so the mean is a mean per token.
+    """
+    detokenize_seconds: float = 0.0
+    publish_seconds: float = 0.0
+    """Time of the worker's event loop, as `detokenize_seconds`."""
 
 
 MODEL_PROPERTIES = ("architecture", "dtype", "device", "attention", "engine", "engine_version")
@@ -91,13 +159,13 @@ class Metrics:
     """All metrics of one worker, on one registry.
 
     Args:
-        registry: where the families go; a fresh registry when None.
+        registry: registers the families; None: a new registry.
         model: the served model name.
         queue: the name of the model's queue.
         version: of Headrace, shown by `headrace_build_info`.
         stall_limit: seconds without a step after which the worker kills an engine with work.
-        label_sets: the reasons and commands that get a series of their own; anything else is counted as "other".
-        clock: unix time in seconds.
+        label_sets: the tenants and adapters that have a series each. All others count as "other".
+        clock: returns the unix time in seconds.
     """
 
     def __init__(
@@ -111,7 +179,7 @@ class Metrics:
         label_sets: LabelSets | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        # a `_created` series beside each child doubles the exposition, and no panel reads it
+        # the `_created` series would double the size of a scrape, and no panel reads them
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry() if registry is None else registry
         self._sets = LabelSets() if label_sets is None else label_sets
@@ -119,7 +187,7 @@ class Metrics:
         self._deferred = DeferredObservations()
         self.registry.register(self._deferred)
         make = FamilyFactory(self.registry, model=model)
-        self._queue = QueueFamilies(FamilyFactory(self.registry, model=model, queue=queue), self._sets)
+        self._queue = QueueFamilies(FamilyFactory(self.registry, model=model, queue=queue))
         self._steps = StepFamilies()
         steps = FamilyFactory(self._steps.registry, model=model)
         self._requests = RequestFamilies(make)
@@ -127,7 +195,7 @@ class Metrics:
         self._engine = EngineFamilies(make, steps, self._sets)
         self._drafts = DraftFamilies(steps)
         self.registry.register(self._steps)
-        self._worker = WorkerFamilies(make, self._sets)
+        self._worker = WorkerFamilies(make)
         self._tenants = TenantFamilies(make, self._sets)
         self.totals = Totals()
         make.gauges("build_info", "Version of the worker.", version=(version,))[version].set(1)
@@ -146,7 +214,7 @@ class Metrics:
         self._engine.stall_limit.set(stall_limit)
 
     def exposition(self, form: ExpositionFormat = ExpositionFormat.TEXT) -> bytes:
-        """What Prometheus scrapes."""
+        """Return the response to a scrape."""
         return render(self.registry, form)
 
     # The queue
@@ -160,49 +228,49 @@ class Metrics:
         clock: str | None = None,
         trace_id: str | None = None,
     ) -> None:
-        """A message was taken from the queue. `wait_seconds` is None when no `clock` tells it."""
+        """Count a message taken from the queue. `wait_seconds` and `clock` are None if the wait is unknown."""
         self._queue.received.inc()
         self._queue.timed[clock or "none"].inc()
         if (wait := _elapsed(wait_seconds)) is not None:
-            self._queue.wait[str(self._sets.priority_step(priority))].observe(wait, _exemplar(trace_id))
+            self._queue.wait[str(priority_step(priority))].observe(wait, _exemplar(trace_id))
             self._tenants.queue_wait[self._tenant(tenant)].observe(wait)
 
     def message_redelivered(self) -> None:
-        """The message just received had been with a worker before."""
+        """Count a received message that another worker had received before."""
         self._queue.redelivered.inc()
 
-    def message_returned(self, reason: str) -> None:
-        """A message goes back to the queue; `reason` is one of `labels.RETURN_REASONS`."""
+    def message_returned(self, reason: ReturnReason) -> None:
+        """Count a message returned to the queue."""
         self._queue.returned[reason].inc()
 
     def stream_replaced(self) -> None:
-        """A stream was deleted and begun anew, as no worker can have written it."""
+        """Count a stream that was deleted and created again, because no worker can have written it."""
         self._queue.streams_replaced.inc()
 
     def stream_gone(self) -> None:
-        """A stream was deleted under a running request."""
+        """Count a stream that disappeared while its request ran."""
         self._requests.streams_gone.inc()
 
     def lease_lost(self) -> None:
-        """Another worker has taken a message that this one held."""
+        """Count a lease that expired and that another worker has taken over."""
         self._queue.leases_lost.inc()
 
     def dead_lettered(self, reason: str) -> None:
-        """A message was given up. Of "undecodable: ValueError" the word before the colon is counted."""
-        self._queue.dead_lettered[self._sets.dead_letter_reason(reason)].inc()
+        """Count a dead letter. Of "undecodable: ValueError" the label is the part before the colon."""
+        self._queue.dead_lettered[dead_letter_reason(reason)].inc()
 
     def queue_depth(self, ready: int, unacked: int, dead: int, oldest_age_seconds: float | None) -> None:
-        """Levels read from Redis; a key that is not there counts 0, and no ready message is age None."""
+        """Set the levels that were read from Redis. The age is None if no message is ready."""
         for state, count in {"ready": ready, "unacked": unacked, "dead": dead}.items():
             self._queue.messages[state].set(count)
         self._queue.oldest_age.set(_elapsed(oldest_age_seconds) or 0.0)
 
     def queue_blocked(self, blocked: bool) -> None:
-        """Whether Redis, or a key of the wrong type, keeps this worker from the queue's messages."""
+        """Set whether Redis gives this worker no messages, because it refuses or because a key has the wrong type."""
         self._queue.blocked.set(blocked)
 
     def tenants_queued(self, counts: Mapping[str, int]) -> None:
-        """Ready messages by tenant, read from Redis; '' is the tenant of those that name none."""
+        """Set the numbers of ready messages by tenant. '' counts the messages without a tenant."""
         totals = dict.fromkeys(self._tenants.queued, 0)
         for name, count in counts.items():
             totals[self._tenant(name or None)] += count
@@ -212,15 +280,15 @@ class Metrics:
     # Requests
 
     def request_started(self) -> None:
-        """A request went to the engine. One of `request_finished` and `request_handed_back` must follow."""
+        """Count a request sent to the engine. `request_finished` or `request_requeued` must follow."""
         self._requests.in_flight.inc()
 
     def request_resumed_across_draws(self) -> None:
-        """A sampled request goes on, and its tokens are not those that its first worker would have drawn."""
+        """Count a sampled request that continues with other random numbers than its first worker would have used."""
         self._requests.resumed_across_draws.inc()
 
     def request_admitted(self, engine_queue_seconds: float, *, trace_id: str | None = None) -> None:
-        """The engine began the first step of a request."""
+        """Record how long a request waited in the engine for its first step."""
         if (waited := _elapsed(engine_queue_seconds)) is not None:
             self._stages.queue.observe(waited, _exemplar(trace_id))
 
@@ -232,9 +300,13 @@ class Metrics:
         *,
         trace_id: str | None = None,
     ) -> None:
-        """The first token of a request was published, `engine_seconds` after the engine got it.
+        """Record the first published token of a request.
 
-        `prefill_seconds` are those of them since the request's first step.
+        Args:
+            seconds_since_enqueue: None if unknown.
+            engine_seconds: since the engine received the request.
+            prefill_seconds: since the request's first step.
+            trace_id: id of the recorded trace.
         """
         exemplar = _exemplar(trace_id)
         if (prefill := _elapsed(prefill_seconds)) is not None:
@@ -246,25 +318,22 @@ class Metrics:
         if (in_engine := _elapsed(engine_seconds)) is not None:
             self._requests.engine_time_to_first_token.observe(in_engine, exemplar)
 
-    def tokens_published(self, count: int) -> None:
-        """So many tokens of all requests came out of one step."""
-        self._deferred.add(self._requests.generation_tokens.inc, count)
-        self.totals.tokens += count
+    def published(self, publication: Publication) -> None:
+        """Record a publication. The caller must not modify it afterwards."""
+        self._deferred.add(self._published, publication)
+        self.totals.tokens += publication.num_tokens
 
-    def tokens_followed(
-        self, count: int, seconds_since_last: float, chunks: int = 1, *, trace_id: str | None = None
-    ) -> None:
-        """Chunks of so many tokens each were published behind earlier ones of their requests.
-
-        A chunk counts as that many equal gaps, so that a mean is a mean per token.
-        """
-        if (gap := _elapsed(seconds_since_last)) is not None:
-            observe = self._requests.inter_token_latency.observe_equal
-            self._deferred.add(observe, gap / count, chunks * count, _exemplar(trace_id))
+    def _published(self, publication: Publication) -> None:
+        self._requests.generation_tokens.inc(publication.num_tokens)
+        for (count, seconds, trace_id), chunks in publication.followed.items():
+            if (gap := _elapsed(seconds)) is not None:
+                self._requests.inter_token_latency.observe_equal(gap / count, chunks * count, _exemplar(trace_id))
+        self._worker.result_seconds["detokenize"].inc(publication.detokenize_seconds)
+        self._worker.result_seconds["publish"].inc(publication.publish_seconds)
 
     def request_finished(
         self,
-        outcome: Outcome,
+        outcome: FinishReason,
         duration_seconds: float,
         prompt_tokens: int,
         cached_tokens: int,
@@ -275,10 +344,18 @@ class Metrics:
         decoded_tokens: int = 0,
         trace_id: str | None = None,
     ) -> None:
-        """A started request ended, `duration_seconds` after its enqueue (after its receipt when that is unknown).
+        """Record the end of a started request.
 
-        `decode_seconds` are those from the first to the last token that this worker published, `decoded_tokens` the
-        tokens that came in them.
+        Args:
+            outcome: how the request ended.
+            duration_seconds: since its enqueue, or since its receipt if the time of the enqueue is unknown.
+            prompt_tokens: number of prompt tokens.
+            cached_tokens: prompt tokens found in the prefix cache.
+            generation_tokens: number of generated tokens.
+            tenant: None if the request has none.
+            decode_seconds: from the first to the last token that this worker published.
+            decoded_tokens: tokens published in `decode_seconds`.
+            trace_id: id of the recorded trace.
         """
         self._requests.in_flight.dec()
         self._finished(outcome, tenant)
@@ -298,35 +375,35 @@ class Metrics:
                 if decoded_tokens:
                     self._requests.time_per_output_token.observe(decode / decoded_tokens, exemplar)
 
-    def request_refused(self, outcome: Outcome, tenant: str | None = None) -> None:
-        """A request ended that never went to the engine: rejected, expired or cancelled in the queue."""
+    def request_refused(self, outcome: FinishReason, tenant: str | None = None) -> None:
+        """Count a request that ended before it was sent to the engine: rejected, expired or cancelled."""
         self._finished(outcome, tenant)
 
-    def _finished(self, outcome: Outcome, tenant: str | None) -> None:
+    def _finished(self, outcome: FinishReason, tenant: str | None) -> None:
         self.totals.requests += 1
         self._requests.finished[outcome].inc()
         self._tenants.requests[self._tenant(tenant), outcome].inc()
 
     def _tenant(self, name: str | None) -> str:
-        """The label value of a tenant: one that the operator did not name must not become a series."""
+        """Return the label value of a tenant. Only tenants that the operator names have a series each."""
         if name is None:
             return NO_TENANT
         return name if name in self._sets.tenants else OTHER
 
-    def request_handed_back(self) -> None:
-        """A started request went back to the queue unfinished, for another worker to continue."""
+    def request_requeued(self) -> None:
+        """Count down a started request that was requeued."""
         self._requests.in_flight.dec()
 
     # The engine
 
-    def step(self, stats: StepStats) -> None:
-        """One step of the engine."""
+    def step(self, stats: StepNumbers) -> None:
+        """Record a step of the engine."""
         self._deferred.add(self._stepped, self._clock(), stats)
 
-    def _stepped(self, at: float, stats: StepStats) -> None:
+    def _stepped(self, at: float, stats: StepNumbers) -> None:
         engine = self._engine
         engine.last_step.set(at)
-        if stats.num_tokens:  # a step that only ends requests computes nothing and has no kind
+        if stats.num_tokens:  # a step that only ends requests computes no tokens and has no kind
             engine.step_seconds[stats.kind].observe(stats.step_seconds)
             engine.step_tokens.observe(stats.num_tokens)
             engine.step_requests.observe(stats.num_requests)
@@ -345,7 +422,7 @@ class Metrics:
             (engine.preemptions, stats.preemptions),
             (engine.padded_tokens, stats.num_padded_tokens),
         ):
-            if count:  # of most steps none
+            if count:  # 0 in most steps
                 counter.inc(count)
         engine.compiled_graphs.set(stats.compiled_graphs)
         engine.fallback_operators.set(stats.fallback_operators)
@@ -357,9 +434,9 @@ class Metrics:
             for position, count in enumerate(counts, start=1):
                 children[str(position)].inc(count)
 
-    def steps_tell_only(self, numbers: Collection[str]) -> None:
-        """The engine's steps tell these numbers of `StepStats`; the series of others are absent from now on."""
-        self._steps.tell_only(numbers)
+    def steps_report_only(self, numbers: Collection[str]) -> None:
+        """Set the fields of `StepNumbers` that the engine reports. Series that need other fields are absent."""
+        self._steps.report_only(numbers)
 
     def _lora_requests(self, by_adapter: Mapping[str, Sequence[int]]) -> None:
         levels = dict.fromkeys(self._engine.lora_requests, 0)
@@ -371,8 +448,8 @@ class Metrics:
             self._engine.lora_requests[labels].set(level)
 
     def engine_up(self, up: bool) -> None:
-        """The engine process is ready for its first step, or is gone with all it held."""
-        self._deferred.settle()  # its last steps' levels must not come after these
+        """Set whether the engine process is ready. If it has ended, its requests and KV blocks are gone."""
+        self._deferred.flush()  # the levels of the last steps must be set before these
         self._engine.up.set(up)
         if up:
             self._engine.last_step.set(self._clock())
@@ -384,7 +461,7 @@ class Metrics:
     def model_loaded(
         self, *, architecture: str, dtype: str, device: str, attention: str, engine: str, engine_version: str
     ) -> None:
-        """What the engine said about the model, and itself, when it was ready."""
+        """Set the properties that the engine reported at its start."""
         self._model_info.clear()
         self._model_info.labels(self._model, architecture, dtype, device, attention, engine, engine_version).set(1)
 
@@ -402,22 +479,22 @@ class Metrics:
         self._worker.slots["free"].set(total - used)
 
     def heartbeat(self) -> None:
-        """One turn of the loop that does the work. Called from any other thread it would prove nothing."""
+        """Record an iteration of the worker's event loop. Must be called by that loop."""
         self._worker.heartbeat.set(self._clock())
-        self._deferred.settle()  # where nobody scrapes, nothing gathers
+        self._deferred.flush()  # limits the buffer where no scrape does
 
     def loop_lag(self, seconds: float) -> None:
-        """The longest time since the last call in which the loop saw to nothing else."""
+        """Record the longest time for which the event loop was blocked since the last call."""
         self._worker.loop_lag.observe(max(seconds, 0.0))
 
-    def result_phases(self, detokenize: float, publish: float) -> None:
-        """Seconds that the worker's loop spent on the results of one step."""
-        self._deferred.add(self._worker.result_seconds["detokenize"].inc, detokenize)
-        self._deferred.add(self._worker.result_seconds["publish"].inc, publish)
+    def entries_written(self, count: int, seconds: float) -> None:
+        """Record stream entries written to Redis in one round trip."""
+        self._deferred.add(self._entries_written, count, seconds)
 
-    def stream_entries(self, count: int) -> None:
-        """Redis took entries of streams."""
-        self._deferred.add(self._worker.stream_entries.inc, count)
+    def _entries_written(self, count: int, seconds: float) -> None:
+        self._worker.redis_seconds["publish"].observe(seconds)
+        self._worker.redis_up.set(True)
+        self._worker.stream_entries.inc(count)
 
     def redis_up(self, up: bool) -> None:
         self._deferred.add(self._worker.redis_up.set, up)
@@ -430,7 +507,7 @@ class Metrics:
 
 
 def _child(children: Mapping[str, Child], value: str) -> Child:
-    """The series of a label value, or that of "other": an unforeseen value must not grow the exposition."""
+    """Return the series of a label value, or that of "other": an unknown value must not add a series."""
     return children.get(value, children[OTHER])
 
 
@@ -439,7 +516,7 @@ def _exemplar(trace_id: str | None) -> dict[str, str] | None:
 
 
 def _elapsed(seconds: float | None) -> float | None:
-    """A time span fit for a histogram; None if there is none. Two clocks can make it negative, or absurd."""
+    """Limit a duration to 0 and LONGEST_SECONDS: two clocks can differ. None if it is unknown or not finite."""
     if seconds is None or not math.isfinite(seconds):
         return None
     return min(max(seconds, 0.0), LONGEST_SECONDS)

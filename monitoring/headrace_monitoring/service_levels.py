@@ -1,7 +1,7 @@
-"""What the exporter shows: the queues and their Redis, whether or not any worker lives.
+"""The metrics of the exporter: the queues and their Redis. They exist without any worker.
 
-The names of the queue's families are those that a worker shows for its own queue, so that one panel serves both. Who
-reads Redis is not here.
+The queue's families have the same names as a worker's, so that one panel shows both. The code that reads Redis is in
+headrace_cli.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from prometheus_client.registry import Collector
 
 from headrace_monitoring.exposition import ExpositionFormat, render
 from headrace_monitoring.families import PREFIX
-from headrace_monitoring.labels import OTHER, LabelSets
+from headrace_monitoring.labels import OTHER, dead_letter_reason
+from headrace_wire.codes import DEAD_LETTER_LABELS, PRIORITY_STEPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLevels:
-    """One model's queue at one moment. Messages, seconds."""
+    """The queue of a model at one moment. Counts are messages."""
 
     model: str
     queue: str
@@ -29,57 +30,63 @@ class ModelLevels:
     """By priority step."""
     leased: int
     run_out: int
-    """Expired leases that no worker has reaped."""
+    """Expired leases whose messages no worker has returned to the queue."""
     dead: Mapping[str, int]
-    """By reason, in the broker's own words."""
+    """By the broker's reason."""
     oldest_age_seconds: float | None
+    unread: int
+    """Messages in lists that no worker reads, because their producers use the separator `:`."""
     blocked: bool
-    """A key of the queue has the wrong type, so that no worker is given messages."""
+    """A key of the queue has the wrong type, so that no worker gets messages."""
     last_seen: float | None
-    """Unix time at which a worker last said that it serves the model; None if none ever did."""
+    """Unix time at which a worker last reported that it serves the model; None: no worker ever did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisLevels:
-    """The server. Bytes; a limit of 0 is none."""
+    """The state of the Redis server. Sizes are bytes. A limit of 0 means no limit."""
 
     memory_used_bytes: int
     memory_limit_bytes: int
     connected_clients: int
     persistence_ok: bool
-    """The last write of the append-only file and the last snapshot went well."""
+    """The last write of the append-only file and the last snapshot succeeded."""
     may_evict: bool
-    """The policy allows to drop keys to make room."""
+    """The eviction policy is not noeviction."""
     evicted_keys: int
     rejected_connections: int
+    started_at: float
+    """Unix time of the server's start."""
+    loads_all: bool | None
+    """The next restart loads the whole append-only file; None: the exporter has no right to read the setting."""
+    load_errors: int
+    """Commands of the append-only file that the server refused at its last start."""
+    messages_before_restart: int
+    messages_after_restart: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLevels:
-    """One poll of the service."""
+    """The result of one poll."""
 
     models: Sequence[ModelLevels]
     redis: RedisLevels
     models_left_out: int = field(default=0)
-    """Registered models beyond the most that are shown."""
+    """Registered models above the limit of the exporter."""
 
 
 class ServiceExposition(Collector):
-    """The newest poll as metrics. A scrape reads nothing but memory.
+    """Exports the newest poll. A scrape reads memory only.
 
-    While Redis is away the queues' levels are absent: the last ones would be a lie, and zero another.
+    While Redis does not answer, the queues' series are absent, since neither the last values nor 0 would be true.
 
     Args:
         version: of Headrace.
-        label_sets: the reasons that get a series of their own.
-        clock: unix time in seconds.
+        clock: returns the unix time in seconds.
     """
 
-    def __init__(
-        self, *, version: str, label_sets: LabelSets | None = None, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, *, version: str, clock: Callable[[], float] = time.time) -> None:
         self._version = version
-        self._sets = LabelSets() if label_sets is None else label_sets
         self._clock = clock
         self._levels: ServiceLevels | None = None
         self._polled_at = clock()
@@ -90,16 +97,16 @@ class ServiceExposition(Collector):
         ProcessCollector(registry=self.registry)
 
     def polled(self, levels: ServiceLevels, seconds: float) -> None:
-        """Redis answered within `seconds`."""
+        """Record a poll that Redis answered in `seconds`."""
         self._levels, self._polled_at, self._poll_seconds = levels, self._clock(), seconds
 
     def failed(self) -> None:
-        """Redis did not answer."""
+        """Record a poll that Redis did not answer."""
         self._levels, self._polled_at = None, self._clock()
         self._failures += 1
 
     def exposition(self, form: ExpositionFormat = ExpositionFormat.TEXT) -> bytes:
-        """What Prometheus scrapes."""
+        """Return the response to a scrape."""
         return render(self.registry, form)
 
     def collect(self) -> Iterator[Metric]:
@@ -129,16 +136,16 @@ class ServiceExposition(Collector):
         )
         yield _gauge(
             "queue_ready_messages",
-            "Ready messages by priority step; 0 is served first.",
+            "Ready messages by priority; 0 is served first.",
             [
                 (labels | {"priority": str(step)}, model.ready.get(step, 0))
                 for labels, model in of
-                for step in self._sets.priority_steps
+                for step in PRIORITY_STEPS
             ],
         )
         yield _gauge(
             "queue_oldest_message_age_seconds",
-            "Age of the oldest ready message; 0 when none is ready.",
+            "Age of the oldest ready message; 0: none is ready.",
             [(labels, model.oldest_age_seconds or 0.0) for labels, model in of],
         )
         yield _gauge(
@@ -147,8 +154,13 @@ class ServiceExposition(Collector):
             [(labels, model.blocked) for labels, model in of],
         )
         yield _gauge(
+            "queue_unread_messages",
+            "Messages in lists that no worker reads, because their producers set sep to ':'.",
+            [(labels, model.unread) for labels, model in of],
+        )
+        yield _gauge(
             "queue_run_out_leases",
-            "Expired leases whose messages no worker has returned to the queue yet; any worker of the service does.",
+            "Expired leases whose messages no worker has returned to the queue yet.",
             [(labels, model.run_out) for labels, model in of],
         )
         yield _gauge(
@@ -162,15 +174,15 @@ class ServiceExposition(Collector):
         )
         yield _gauge(
             "model_last_seen_timestamp_seconds",
-            "Unix time at which a worker last said that it serves the model; 0 if none ever did.",
+            "Unix time at which a worker last reported that it serves the model; 0: no worker ever did.",
             [({"model": model.model}, model.last_seen or 0.0) for model in levels.models],
         )
         yield _gauge("exporter_models_left_out", "Registered models above the limit.", [({}, levels.models_left_out)])
 
     def _dead_by_reason(self, dead: Mapping[str, int]) -> dict[str, int]:
-        counts = dict.fromkeys((*self._sets.dead_letter_reasons, OTHER), 0)
+        counts = dict.fromkeys((*DEAD_LETTER_LABELS, OTHER), 0)
         for reason, count in dead.items():
-            word = self._sets.dead_letter_reason(reason)
+            word = dead_letter_reason(reason)
             counts[word] += count
         return counts
 
@@ -186,10 +198,32 @@ def _redis(redis: RedisLevels) -> Iterator[Metric]:
     )
     yield _gauge(
         "redis_may_evict",
-        "1 while Redis may drop keys to make room: its maxmemory-policy is not noeviction.",
+        "1 while Redis may evict keys: its maxmemory-policy is not noeviction.",
         [({}, redis.may_evict)],
     )
-    yield _counter("redis_evicted_keys", "Keys that Redis dropped to make room.", redis.evicted_keys)
+    yield _gauge("redis_start_timestamp_seconds", "Unix time of Redis's start.", [({}, redis.started_at)])
+    yield _gauge(
+        "redis_loads_all",
+        "1: a restart of Redis loads its whole append-only file. 0: it would skip transactions. Absent: the exporter"
+        " has no right to read the setting.",
+        [] if redis.loads_all is None else [({}, redis.loads_all)],
+    )
+    yield _gauge(
+        "redis_load_errors",
+        "Commands that Redis refused while it loaded its append-only file at its last start.",
+        [({}, redis.load_errors)],
+    )
+    yield _gauge(
+        "redis_messages_before_restart",
+        "Ready messages at the last poll before Redis restarted; 0: the exporter saw no restart.",
+        [({}, redis.messages_before_restart)],
+    )
+    yield _gauge(
+        "redis_messages_after_restart",
+        "Ready and leased messages at the first poll after Redis restarted.",
+        [({}, redis.messages_after_restart)],
+    )
+    yield _counter("redis_evicted_keys", "Keys that Redis evicted.", redis.evicted_keys)
     yield _counter("redis_rejected_connections", "Connections that Redis refused.", redis.rejected_connections)
 
 

@@ -1,6 +1,6 @@
-"""Which numbers of an engine's steps feed which series, and the collector that leaves out what an engine cannot tell.
+"""The numbers of a step that each series needs, and the collector that omits series which the engine cannot fill.
 
-A series that nothing feeds would stay 0, and look like a measurement.
+A series that is never set would stay 0, and a reader would take the 0 for a measurement.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ SOURCES: Final[Mapping[str, tuple[str, ...]]] = {
     "headrace_draft_tokens": ("drafted_per_position",),
     "headrace_draft_accepted_tokens": ("accepted_per_position",),
 }
-"""By family, the names of all numbers that it needs; braces stand for the value of a label."""
+"""By family: the names of all numbers that it needs. `{label}` stands for the value of that label."""
 
 
 class StepFamilies(Collector):
-    """Collects the families of `registry` without the series that the engine cannot feed."""
+    """Collects the families of `registry` without the series that the engine cannot fill."""
 
     def __init__(self) -> None:
         self.registry: Final = CollectorRegistry()
         self._numbers: frozenset[str] | None = None
         self._shown: dict[tuple[str, ...], bool] = {}
-        """By family and label values, as a scrape asks for each series."""
+        """By family and label values: a cache, since every scrape reads every series."""
 
-    def tell_only(self, numbers: Collection[str]) -> None:
-        """The engine tells these numbers of a step and no others.
+    def report_only(self, numbers: Collection[str]) -> None:
+        """Set the numbers that the engine reports after each step.
 
         Args:
-            numbers: names of `metrics.StepStats`; `phase_seconds.schedule` is one phase, `phase_seconds` all of them.
+            numbers: names of `metrics.StepNumbers`; `phase_seconds.schedule` is one phase, `phase_seconds` all of them.
         """
         self._numbers = frozenset(numbers)
         self._shown = {}

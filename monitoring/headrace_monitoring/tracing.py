@@ -1,7 +1,7 @@
-"""OpenTelemetry's provider for a process that exports its own traces. Needs the extra `headrace[tracing]`.
+"""The OpenTelemetry tracer provider of a process that exports its own traces. Needs the extra `headrace[tracing]`.
 
-Where they go is said by OpenTelemetry's own variables: `OTEL_EXPORTER_OTLP_ENDPOINT` (http://127.0.0.1:4318 unless
-set), `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_TRACES_SAMPLER` and so on.
+OpenTelemetry's environment variables configure the export: `OTEL_EXPORTER_OTLP_ENDPOINT` (default:
+http://127.0.0.1:4318), `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_TRACES_SAMPLER` and others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def make_tracer_provider(service_name: str, version: str, instance: str) -> TracerProvider:
-    """A provider that exports in the background by OTLP over HTTP; `shutdown` sends what is left.
+    """Return a provider that exports spans in the background by OTLP over HTTP. Its `shutdown` sends pending spans.
 
     Raises:
         TracingError: the extra is not installed.

@@ -19,6 +19,7 @@ from chaos.faults import FAULTS
 from chaos.harness import Harness, Round, summary
 from chaos.model import save_chaos_model
 from chaos.site import Site
+from service.servers import PROGRAM
 
 ROUNDS_A_LINE: Final = 20
 
@@ -30,6 +31,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", nargs="+", choices=sorted(names), help="only these [default: all]")
     parser.add_argument("--json", metavar="FILE", help="write every round and the summary there")
+    parser.add_argument("--server", metavar="PROGRAM", default=PROGRAM, help="[default: %(default)s]")
     parser.add_argument("--logs", metavar="FOLDER", help="keep the workers' logs there")
     parser.add_argument("--vllm", metavar="PYTHON", help="workers whose engine is vLLM, by the Python that has it")
     options = parser.parse_args()
@@ -41,7 +43,10 @@ def main() -> int:
         model = save_chaos_model(Path(temporary) / "tiny", "qwen2" if options.vllm else "llama")
         engine = vllm_settings(options.vllm) if options.vllm else None
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Site(model, logs, engine_settings=engine) as site, Progress(*columns, console=console) as progress:
+        with (
+            Site(model, logs, engine_settings=engine, program=options.server) as site,
+            Progress(*columns, console=console) as progress,
+        ):
             harness = Harness(site, options.seed)
             task = progress.add_task("undisturbed runs", total=options.rounds)
             harness.learn()

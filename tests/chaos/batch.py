@@ -152,7 +152,15 @@ class CommandRunner(Runner):
         self._start()
 
     def _start(self) -> None:
-        command = [*HEADRACE, self.source, self._output, "--redis-url", self.site.server.url, "--window", str(_WINDOW)]
+        command = [
+            *HEADRACE,
+            self.source,
+            self._output,
+            "--redis-url",
+            self.site.url_of("gateway"),
+            "--window",
+            str(_WINDOW),
+        ]
         with self.source.with_name("batch-run.log").open("ab") as told:
             self._process = subprocess.Popen(
                 [str(word) for word in command], stdin=subprocess.DEVNULL, stdout=told, stderr=told
@@ -174,7 +182,7 @@ class CommandRunner(Runner):
         return [*super().faults(), self.kill_command, self.fill_output_disk]
 
     def kill_command(self, _draw: random.Random) -> None:
-        """kill -9; the same command goes on."""
+        """kill -9; the same command continues."""
         self._process.kill()
         self._process.wait()
         self._start()

@@ -17,7 +17,7 @@ from headrace_broker import Client
 _ENGINE_READY = "engine ready after"
 _WAVES, _CHOICES = 4, 8
 _MORE_REQUESTS = 6
-_POISON_SECONDS = 300.0  # three engines start anew, one after the other
+_POISON_SECONDS = 300.0  # three engines start again, one after the other
 
 Fault = Callable[[Site, random.Random], float | None]
 
@@ -78,7 +78,11 @@ def kill_connections(site: Site, draw: random.Random) -> None:
 
 
 def restart_redis(site: Site, draw: random.Random) -> None:
-    """kill -9 of the server, which comes back with its append-only file."""
+    """kill -9 of the server, which comes back with its append-only file.
+
+    Not while the server holds writes back for a slow fsync: `appendfsync everysec` may lose these.
+    """
+    site.server.wait_written()
     site.server.kill()
     time.sleep(draw.uniform(0.0, 1.5))
     site.server.start()
@@ -158,13 +162,13 @@ def cancel_requests(site: Site, draw: random.Random) -> None:
         site.send_doomed(kinds[number].body, number, "cancelled")
         for number in draw.choices(range(len(kinds)), k=_MORE_REQUESTS)
     ]
-    with Client(site.server.url, model="tiny") as client:
+    with Client(site.url_of("client"), model="tiny") as client:
         for handle in handles:
             site.service.wait_tokens([handle.id], at_least=draw.randrange(1, 5))
             if draw.random() < 0.5:
                 client.cancel(handle.id)
             else:
-                handle.revoke(terminate=True)
+                site.operator.control.revoke(handle.id, terminate=True)
 
 
 def pass_deadlines(site: Site, draw: random.Random) -> None:

@@ -29,7 +29,7 @@ class HttpReader:
     """Sends one request and reads its stream on a thread of its own, until [DONE].
 
     The request is sent again under its idempotency key while no answer has begun. From the first event on, a lost
-    connection is followed by a rejoin with the last event's id, at a replica drawn anew.
+    connection is followed by a rejoin with the last event's id, at a replica chosen at random.
 
     Args:
         ports: of the gateways that may be there.

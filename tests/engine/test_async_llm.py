@@ -15,8 +15,8 @@ from headrace_engine import AsyncEngineArgs, AsyncLLMEngine, RequestOutput, Samp
 from headrace_engine.core.core_client import InProcessCore
 from headrace_engine.core.process import EngineCoreProcess
 from headrace_engine.errors import DuplicateRequestError, EngineDeadError, EngineDrainingError, InvalidRequestError
-from headrace_engine.sampling_params import RequestOutputKind
-from headrace_engine.structured_outputs_params import StructuredOutputsParams
+from headrace_engine.requests.sampling_params import RequestOutputKind
+from headrace_engine.requests.structured_outputs_params import StructuredOutputsParams
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -22,6 +22,13 @@ from headrace_engine.runner.attention.backend import AttentionMetadata, Attentio
 from headrace_engine.runner.attention.native import NativeBackend
 from headrace_engine.runner.attention.reference import ReferenceBackend
 
+pytestmark = pytest.mark.rotated(
+    "engine/headrace_engine/runner/attention",
+    "engine/headrace_engine/runner/native",
+    "tests/engine/attention_cases.py",
+    "tests/engine/kernel_builds.py",
+)
+
 problems = st.builds(
     Problem,
     sequences=st.lists(st.tuples(st.integers(0, 90), st.integers(1, 60)), min_size=1, max_size=5).map(tuple),

@@ -10,10 +10,10 @@ from tokenizers import Tokenizer
 from engine import tokenizer_kinds
 from engine.tiny_models import TinyModel, load_model_tokenizer
 from headrace_engine import LLMEngine, SamplingParams
-from headrace_engine.bad_words import tokenize_bad_words
 from headrace_engine.errors import InvalidRequestError
-from headrace_engine.tokenizer import ModelTokenizer
-from headrace_engine.tokenizer_parts import TokenizerParts
+from headrace_engine.text.bad_words import tokenize_bad_words
+from headrace_engine.text.tokenizer import ModelTokenizer
+from headrace_engine.text.tokenizer_parts import TokenizerParts
 
 Kind = Callable[[], Tokenizer]
 BYTE_LEVEL, FALLBACK, METASPACE, KEPT_SPACE, UNIGRAM = (

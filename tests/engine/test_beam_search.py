@@ -1,4 +1,4 @@
-"""The offline door's beam search is transformers' own."""
+"""`LLM.beam_search` returns the sequences of transformers' beam search."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def test_a_text_prompt_and_the_end_of_the_context(llm: LLM) -> None:
 
 
 def test_what_cannot_be_searched_is_refused(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="logprobs is 22, the engine's max_logprobs is 20"):
+    with pytest.raises(InvalidRequestError, match="logprobs must be at most 20, the engine's max_logprobs, got 22"):
         llm.beam_search("a", BeamSearchParams(beam_width=11, max_tokens=2))
-    with pytest.raises(InvalidRequestError, match="concurrency_limit is 0, must be at least 1"):
+    with pytest.raises(InvalidRequestError, match="concurrency_limit must be at least 1"):
         llm.beam_search("a", BeamSearchParams(beam_width=1, max_tokens=2), concurrency_limit=0)
     assert not llm.engine.has_unfinished_requests()
     assert llm.beam_search([], BeamSearchParams(beam_width=1, max_tokens=2)) == []

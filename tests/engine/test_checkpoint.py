@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.tiny_models import save_model, save_tokenizer
-from headrace_engine.checkpoint import adapter_fingerprint, fingerprint
-from headrace_engine.engine_args import EngineArgs
+from headrace_engine.checkpoints.checkpoint import adapter_fingerprint, fingerprint
 from headrace_engine.errors import ModelLoadError
+from headrace_engine.options.engine_args import EngineArgs
 from headrace_engine.runner.loader import create_runner
 from headrace_engine.runner.models.load_errors import permanent_errors
 

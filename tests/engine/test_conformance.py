@@ -5,10 +5,18 @@ Cases that start engines of their own are left to tests/unit/engine/test_process
 
 from __future__ import annotations
 
+import pytest
+
 from engine.tiny_models import TinyModel
 from headrace_engine.conformance.case import Stage
 from headrace_engine.conformance.launcher import Launcher
 from headrace_engine.conformance.suite import Outcome, Suite
+
+pytestmark = pytest.mark.rotated(
+    "engine/headrace_engine/conformance",
+    "engine/headrace_engine/core",
+    "engine/headrace_engine/options/capabilities.py",
+)
 
 
 def test_our_own_engine_keeps_every_promise(llama: TinyModel) -> None:

@@ -15,15 +15,23 @@ from hypothesis import strategies as st
 from engine.tiny_models import VOCAB_SIZE, TinyModel
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.request import EngineCoreRequest
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.batch import RequestBatch, TokenSpan
 from headrace_engine.runner.contracts import NewRequest, TokenLogprobs
 from headrace_engine.runner.models.paged_model import PagedModel
 from headrace_engine.runner.sampling.request_processors import ProcessorSet
 from headrace_engine.runner.sampling.sampler import SamplingRow, sample
-from headrace_engine.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.rotated(
+    "engine/headrace_engine/runner/models",
+    "engine/headrace_engine/runner/sampling",
+    "engine/headrace_engine/runner/attention",
+    "engine/headrace_engine/runner/linear",
+    "engine/headrace_engine/runner/batch.py",
+)
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
@@ -155,7 +163,7 @@ def test_a_draw_does_not_depend_on_the_rows_beside_it() -> None:
 
 
 def test_the_plain_torch_attention_is_refused(llama: TinyModel) -> None:
-    with pytest.raises(ConfigError, match="batch_invariant needs attention_backend native or auto, not torch"):
+    with pytest.raises(ConfigError, match="attention_backend must be auto or native with batch_invariant, got torch"):
         EngineArgs(model=llama.folder, batch_invariant=True, attention_backend="torch").create_engine_config()
     # 24 tokens are no multiple of the kernel's vectors, so `auto` would fall back to plain torch
     config = EngineArgs(model=llama.folder, batch_invariant=True, block_size=24).create_engine_config()
@@ -225,7 +233,7 @@ class Bench:
 
     def check(self, data: st.DataObject, *, bits: bool) -> None:
         kinds = data.draw(st.lists(st.integers(0, 7), min_size=2, max_size=6, unique=True))
-        # A worker died after so many tokens; this one goes on.
+        # A worker died after so many tokens; this one continues.
         died_at = {kind: data.draw(st.sampled_from([0, 0, 1, 8, 29])) for kind in kinds}
         found = self.run(
             [self.request(kind, emitted=self.alone(kind).tokens["0"][: died_at[kind]]) for kind in kinds],

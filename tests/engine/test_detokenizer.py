@@ -9,9 +9,9 @@ from tokenizers import Tokenizer
 
 from engine.model_families import VOCAB_SIZE
 from engine.tiny_models import TinyModel
-from headrace_engine.detokenizer import Detokenizer, create_detokenizer
-from headrace_engine.sampling_params import SamplingParams
-from headrace_engine.token_pieces import TokenPieces
+from headrace_engine.requests.sampling_params import SamplingParams
+from headrace_engine.text.detokenizer import Detokenizer, create_detokenizer
+from headrace_engine.text.token_pieces import TokenPieces
 
 PROMPT = [100, 200, 300]
 

@@ -23,6 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from headrace_engine.runner.elementwise import torch_ops, triton_ops
 from headrace_engine.runner.elementwise.ops import ElementwiseOps
 
+pytestmark = pytest.mark.rotated_file("engine/headrace_engine/runner/elementwise", "engine/headrace_engine/runner/cuda")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXAMPLES = int(os.environ.get("HEADRACE_TRITON_EXAMPLES", "15"))
 several = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from engine.model_families import COMMON
-from headrace_engine.engine_args import EngineArgs
+from headrace_engine.options.engine_args import EngineArgs
 from headrace_engine.runner.linear import packed_linear
 from headrace_engine.runner.models.paged_model import PagedModel
 

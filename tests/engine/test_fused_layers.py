@@ -15,19 +15,20 @@ from torch import nn
 
 from engine.model_families import MAX_POSITIONS
 from engine.tiny_models import TinyModel
-from headrace_engine.engine_args import EngineArgs
+from headrace_engine.options.engine_args import EngineArgs
 from headrace_engine.runner.elementwise import native_ops
 from headrace_engine.runner.fused import fusion
 from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer
 from headrace_engine.runner.fused.decoder_stack import DecoderStack, stackable
 from headrace_engine.runner.fused.fusion import decoder_layers
 from headrace_engine.runner.linear import native_linear, packed_linear
-from headrace_engine.runner.linear.device_linear import DeviceLinear
 from headrace_engine.runner.linear.native_linear import NativeLinear
 from headrace_engine.runner.linear.packed_linear import PackedLinear
-from headrace_engine.runner.linear.prepared_linear import LinearKind
+from headrace_engine.runner.linear.prepared_linear import DeviceLinear, LinearKind
 from headrace_engine.runner.models import loading
 from headrace_engine.runner.models.paged_model import PagedModel
+
+pytestmark = pytest.mark.rotated("engine/headrace_engine/runner/fused", "engine/headrace_engine/runner/native")
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 rows = pytest.mark.parametrize("rows", [1, 3, 64, 700])
@@ -52,7 +53,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 @dtypes
 @rows
 @pytest.mark.parametrize("features", [8, 24, 576])
-def test_norm_after_addition(dtype: torch.dtype, rows: int, features: int) -> None:
+def test_add_rms_norm_computes_what_torch_does(dtype: torch.dtype, rows: int, features: int) -> None:
     hidden, delta = random(rows, features, dtype=dtype), random(rows, features, dtype=dtype) * 2
     weight = random(features, dtype=dtype)
     summed = (hidden.float() + delta.float()).to(dtype)
@@ -64,7 +65,7 @@ def test_norm_after_addition(dtype: torch.dtype, rows: int, features: int) -> No
 
 @dtypes
 @rows
-def test_gated_silu(dtype: torch.dtype, rows: int) -> None:
+def test_silu_mul_computes_what_torch_does(dtype: torch.dtype, rows: int) -> None:
     gate_up = random(rows, 2 * 300, dtype=dtype) * 20  # far into both tails, and no multiple of a vector
     gate, up = gate_up.float().chunk(2, dim=-1)
     close(native_ops.silu_mul(gate_up), (nn.functional.silu(gate) * up).to(dtype))

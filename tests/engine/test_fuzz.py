@@ -19,11 +19,19 @@ from hypothesis import strategies as st
 from engine.model_families import VOCAB_SIZE
 from engine.tiny_models import TinyModel
 from headrace_engine.core.engine_core import EngineCore
-from headrace_engine.engine_args import EngineArgs
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.request import EngineCoreRequest
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.runner.cpu import CPURunner
-from headrace_engine.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.rotated(
+    "engine/headrace_engine/core",
+    "engine/headrace_engine/runner/models",
+    "engine/headrace_engine/runner/attention",
+    "engine/headrace_engine/runner/cpu.py",
+    "engine/headrace_engine/runner/batch.py",
+)
 
 EXAMPLES = int(os.environ.get("HEADRACE_FUZZ_EXAMPLES", "0"))
 SEARCH = settings(
@@ -199,7 +207,7 @@ def test_any_workload_gives_every_request_the_tokens_that_transformers_gives_it_
 
     def step() -> None:
         for news in core.step().outputs:
-            assert news.request_id not in finished | aborted, "news of a request that is over"
+            assert news.request_id not in finished | aborted, "an output of a request that has ended"
             tokens[news.request_id] += news.new_token_ids
             if news.finish_reason is not None:
                 finished.add(news.request_id)

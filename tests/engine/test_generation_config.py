@@ -173,13 +173,16 @@ def test_defaults_that_no_request_could_have_are_ignored_with_a_warning(
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"generation_config": ""}, "generation_config is '', expected auto, vllm or a folder"),
+        ({"generation_config": ""}, "generation_config must be auto, vllm or a folder, got ''"),
         ({"override_generation_config": [1]}, "override_generation_config must be a map"),
         (
             {"override_generation_config": {"beam": 1}},
-            "override_generation_config holds 'beam', allowed are repetition",
+            "names of override_generation_config must be of repetition",
         ),
-        ({"override_generation_config": {"top_p": 7}}, "override_generation_config: top_p is 7"),
+        (
+            {"override_generation_config": {"top_p": 7}},
+            "override_generation_config: top_p must be above 0 and at most 1",
+        ),
     ],
 )
 def test_wrong_options_are_refused(options: Any, sentence: str) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.sampling.sampler import SamplingRow, sample
-from headrace_engine.sampling_params import SamplingParams
 
 
 def row(mask: bytes | None, u: float = 0.5, **params: Any) -> SamplingRow:

@@ -1,4 +1,4 @@
-"""Memory in huge pages: tensors that neither overlap nor move, given back when nobody holds them."""
+"""Memory in huge pages: tensors that neither overlap nor move, freed when no tensor uses them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_tensors_do_not_overlap_and_begin_where_vectors_can() -> None:
         assert bool((tensor == number).all())
 
 
-def test_nothing_takes_nothing() -> None:
+def test_a_tensor_without_elements_needs_no_memory() -> None:
     assert HugePages().empty((0, 5), torch.float32).shape == (0, 5)
 
 

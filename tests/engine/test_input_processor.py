@@ -1,4 +1,4 @@
-"""The door: what is refused, with which words, and what a request becomes."""
+"""The input processor: which requests it refuses, with which messages, and what a request becomes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from engine.model_families import VOCAB_SIZE
 from engine.tiny_models import TinyModel, load_model_tokenizer
+from headrace_engine.api.input_processor import InputProcessor, choice_seed
 from headrace_engine.errors import ContextLengthError, InvalidRequestError
-from headrace_engine.input_processor import InputProcessor, choice_seed
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.contracts import ModelInfo
-from headrace_engine.sampling_params import SamplingParams
 
 MAX_MODEL_LEN = 20
 
@@ -38,8 +38,8 @@ def processor(llama: TinyModel) -> InputProcessor:
     [
         ("", "the prompt is empty"),
         ([], "the prompt is empty"),
-        ([1, -1], f"prompt_token_ids holds -1, the vocabulary ends at {VOCAB_SIZE - 1}"),
-        ([1, VOCAB_SIZE], f"prompt_token_ids holds {VOCAB_SIZE}, the vocabulary ends at {VOCAB_SIZE - 1}"),
+        ([1, -1], f"prompt_token_ids must be token ids from 0 to {VOCAB_SIZE - 1}, got -1"),
+        ([1, VOCAB_SIZE], f"prompt_token_ids must be token ids from 0 to {VOCAB_SIZE - 1}, got {VOCAB_SIZE}"),
         ([1, True], "a prompt must be text or a list of token ids"),
         ([1, "x"], "a prompt must be text or a list of token ids"),
         ([1.0], "a prompt must be text or a list of token ids"),
@@ -48,15 +48,18 @@ def processor(llama: TinyModel) -> InputProcessor:
         (None, "a prompt must be text or a list of token ids"),
         ({}, "a prompt map must hold prompt or prompt_token_ids"),
         ({"prompt": None}, "a prompt map must hold prompt or prompt_token_ids"),
-        ({"prompt": "a", "image": "b"}, "a prompt map holds 'image', but prompts are text or token ids"),
-        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "images, audio, video and embeddings are not served"),
-        ({"prompt": "a", "multi_modal_data": np.array([1, 2])}, "images, audio, video and embeddings are not served"),
-        ({"prompt": "a", "prompt_embeds": torch.ones(2, 2)}, "images, audio, video and embeddings are not served"),
-        ({"prompt": 5}, "prompt is a int, expected text"),
-        ({"prompt": "a", "cache_salt": ""}, "cache_salt is '', expected text that is not empty"),
-        ("a\ud800", "the prompt is no valid Unicode: it holds a lone surrogate"),
-        ({"prompt": "\udfff"}, "the prompt is no valid Unicode: it holds a lone surrogate"),
-        ([10**5000], "prompt_token_ids holds an integer of 16610 bits, the vocabulary ends at"),
+        ({"prompt": "a", "image": "b"}, "a prompt map must hold text or token ids only, got 'image'"),
+        ({"prompt": "a", "multi_modal_data": {"image": 1}}, "images, audio, video and embeddings are not supported"),
+        (
+            {"prompt": "a", "multi_modal_data": np.array([1, 2])},
+            "images, audio, video and embeddings are not supported",
+        ),
+        ({"prompt": "a", "prompt_embeds": torch.ones(2, 2)}, "images, audio, video and embeddings are not supported"),
+        ({"prompt": 5}, "prompt must be text, got a int"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt must be text that is not empty, got ''"),
+        ("a\ud800", "the prompt must be valid Unicode, got a lone surrogate"),
+        ({"prompt": "\udfff"}, "the prompt must be valid Unicode, got a lone surrogate"),
+        ([10**5000], "got an integer of 16610 bits"),
         (np.array([1.0]), "a prompt must be text or a list of token ids"),
         (np.array([[1]]), "a prompt must be text or a list of token ids"),
         (np.array([True]), "a prompt must be text or a list of token ids"),
@@ -93,7 +96,7 @@ def test_a_text_that_cannot_fit_is_refused_by_its_tokens(processor: InputProcess
 
 
 def test_stop_tokens_outside_the_vocabulary_are_refused(processor: InputProcessor) -> None:
-    with pytest.raises(InvalidRequestError, match=f"stop_token_ids holds {VOCAB_SIZE}"):
+    with pytest.raises(InvalidRequestError, match=f"stop_token_ids must be token ids .*, got {VOCAB_SIZE}"):
         processor.process("a", [1], SamplingParams(stop_token_ids=[VOCAB_SIZE]))
 
 
@@ -104,7 +107,7 @@ def test_stop_tokens_outside_the_vocabulary_are_refused(processor: InputProcesso
         ("hello", "messages must be a list with at least one message"),
         ([{"role": "user"}], "message 0 must be a map with the texts role and content"),
         ([{"role": "user", "content": "a"}, 5], "message 1 must be a map"),
-        ({"role": "user", "content": "a"}, "messages is one map, expected a list of messages: put it into a list"),
+        ({"role": "user", "content": "a"}, "messages must be a list of messages, got one map: put it into a list"),
         ([{"role": "user", "content": None}], "message 0 must be a map with the texts role and content"),
         ([{"role": "user", "content": 5}], "message 0 must be a map with the texts role and content"),
         (
@@ -114,9 +117,12 @@ def test_stop_tokens_outside_the_vocabulary_are_refused(processor: InputProcesso
         ([{"role": "user", "content": ["a", {"type": "input_audio"}]}], "part 1 of message 0 is of type 'input_audio'"),
         ([{"role": "user", "content": [5]}], "part 0 of message 0 must be text, or a map with the texts type and text"),
         ([{"role": "user", "content": [{"type": "text"}]}], "part 0 of message 0 has no text, or one that is no text"),
-        ([{"role": "user", "content": "\ud800"}], "message 0 holds text that is no valid Unicode"),
-        ([{"role": "\ud800", "content": ""}], "message 0 holds text that is no valid Unicode"),
-        ([{"role": "user", "content": "a", "extra": object()}], "message 0 holds a object; numbers, text, lists and"),
+        ([{"role": "user", "content": "\ud800"}], "message 0 must hold valid Unicode text"),
+        ([{"role": "\ud800", "content": ""}], "message 0 must hold valid Unicode text"),
+        (
+            [{"role": "user", "content": "a", "extra": object()}],
+            "message 0 must hold only numbers, strings, lists and maps",
+        ),
         ([{"role": "assistant", "tool_calls": 5}], "tool_calls of message 0 must be a list of maps"),
         ([{"role": "assistant", "tool_calls": [{}]}], "tool_calls of message 0 must hold maps with a function"),
         ([{"role": "critic", "content": "bad"}], "refuses these messages: critics are not served"),
@@ -146,11 +152,11 @@ def test_a_prompt_map_may_hold_the_text_of_its_tokens_and_a_salt(processor: Inpu
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"params": {"n": 1}}, "sampling parameters are a dict, expected SamplingParams"),
-        ({"priority": "high"}, "priority is 'high', expected an integer of 64 bits"),
-        ({"priority": True}, "priority is True, expected an integer of 64 bits"),
-        ({"priority": 2**63}, f"priority is {2**63}, expected an integer of 64 bits"),
-        ({"lora_request": "sql"}, "lora_request is a str, expected LoRARequest"),
+        ({"params": {"n": 1}}, "sampling parameters must be SamplingParams, got a dict"),
+        ({"priority": "high"}, "priority must be an integer of 64 bits, got 'high'"),
+        ({"priority": True}, "priority must be an integer of 64 bits, got True"),
+        ({"priority": 2**63}, f"priority must be an integer of 64 bits, got {2**63}"),
+        ({"lora_request": "sql"}, "lora_request must be LoRARequest, got a str"),
     ],
 )
 def test_arguments_of_a_wrong_kind_are_refused(

@@ -11,15 +11,20 @@ import torch
 from torch import nn
 
 from engine.perplexity import perplexity, prompts
-from engine.test_real_model import model as model  # the fixture
 from engine.tiny_models import TinyModel
 from headrace_engine import LLM, SamplingParams
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
+from headrace_engine.options.engine_args import EngineArgs
 from headrace_engine.runner.elementwise import native_ops
 from headrace_engine.runner.linear import int8_linear
 from headrace_engine.runner.linear.int8_linear import Int8Linear
 from headrace_engine.runner.models.paged_model import PagedModel
+
+pytestmark = pytest.mark.rotated(
+    "engine/headrace_engine/runner/linear",
+    "engine/headrace_engine/runner/native",
+    "engine/headrace_engine/runner/elementwise",
+)
 
 try:
     int8_linear.check_supported()
@@ -102,7 +107,7 @@ def test_generation_works_with_preemption_and_shared_prefixes(tiny_model: Callab
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "int4"}, "quantization is 'int4', allowed are None, int8"),
+        ({"quantization": "int4"}, "quantization must be one of None, int8, got 'int4'"),
         ({"quantization": "int8", "device": "static-cpu"}, "quantization is set, which device static-cpu cannot do"),
     ],
 )
@@ -117,10 +122,11 @@ def test_a_processor_without_the_instructions_is_told_so(monkeypatch: pytest.Mon
         int8_linear.check_supported()
 
 
-def test_the_real_model_loses_little_quality(model: Path) -> None:
+def test_the_real_model_loses_little_quality(default_model_in: Callable[[str], Path]) -> None:
     """Perplexity on prompts of the benchmark; the figure on all of them is in benchmarks/results/2026-11-21.md."""
     texts = prompts(6)
-    exact = perplexity(LLM(str(model), dtype="float32"), texts)
-    rounded = perplexity(LLM(str(model), dtype="float32", quantization="int8"), texts)
+    model = str(default_model_in("bfloat16"))
+    exact = perplexity(LLM(model, dtype="float32"), texts)
+    rounded = perplexity(LLM(model, dtype="float32", quantization="int8"), texts)
     assert rounded != exact
     assert rounded < 1.08 * exact

@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 
 from engine.perplexity import perplexity, prompts
-from engine.test_real_model import model as model  # the fixture
 from engine.tiny_models import TinyModel
 from headrace_engine import LLM, SamplingParams
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
+from headrace_engine.options.engine_args import EngineArgs
 from headrace_engine.runner.cpu import CPURunner
 from headrace_engine.runner.models.paged_model import PagedModel
+
+pytestmark = pytest.mark.rotated(
+    "engine/headrace_engine/runner/attention",
+    "engine/headrace_engine/runner/models",
+    "engine/headrace_engine/runner/memory.py",
+)
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 16, "max_model_len": 64}
 both_backends = pytest.mark.parametrize("backend", ["native", "torch"])
@@ -69,14 +74,14 @@ def test_the_draft_model_keeps_its_own_in_it_too(tiny_model: Callable[[str], Tin
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype is 'int4', allowed are auto, bfloat16, fp8"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype is fp8, which device auto cannot do, only cuda"),
-        ({"kv_cache_dtype": "fp8", "device": "cpu"}, "kv_cache_dtype is fp8, which device cpu cannot do, only cuda"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype must be one of auto, bfloat16, fp8, got 'int4'"),
+        ({"kv_cache_dtype": "fp8"}, "device must be one of cuda with kv_cache_dtype fp8, got auto"),
+        ({"kv_cache_dtype": "fp8", "device": "cpu"}, "device must be one of cuda with kv_cache_dtype fp8, got cpu"),
         (
             {"kv_cache_dtype": "bfloat16", "device": "static-cpu"},
-            "kv_cache_dtype is bfloat16, which device static-cpu cannot do, only auto, cpu, cuda",
+            "device must be one of auto, cpu, cuda with kv_cache_dtype bfloat16, got static-cpu",
         ),
-        ({"device": "tpu"}, "^device is 'tpu', allowed are [^;]*$"),
+        ({"device": "tpu"}, "^device must be one of [^;]*, got 'tpu'$"),
     ],
 )
 def test_what_cannot_be_is_refused_at_the_door(options: dict[str, str], message: str) -> None:
@@ -90,10 +95,11 @@ def test_a_gpu_keeps_them_in_every_type(kv_cache_dtype: str) -> None:
     assert config.cache.kv_cache_dtype == kv_cache_dtype
 
 
-def test_the_real_model_loses_next_to_no_quality(model: Path) -> None:
+def test_the_real_model_loses_next_to_no_quality(default_model_in: Callable[[str], Path]) -> None:
     """Perplexity on prompts of the benchmark; the figure on more of them is in benchmarks/results/2026-11-23.md."""
     texts = prompts(3)
-    exact = perplexity(LLM(str(model), dtype="float32"), texts)
-    rounded = perplexity(LLM(str(model), dtype="float32", kv_cache_dtype="bfloat16"), texts)
+    model = str(default_model_in("bfloat16"))
+    exact = perplexity(LLM(model, dtype="float32"), texts)
+    rounded = perplexity(LLM(model, dtype="float32", kv_cache_dtype="bfloat16"), texts)
     assert rounded != exact
     assert abs(rounded / exact - 1) < 0.005

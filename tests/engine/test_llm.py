@@ -1,4 +1,4 @@
-"""The offline and the step-by-step door on a tiny Llama."""
+"""`LLM` and `LLMEngine` on a tiny Llama."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from headrace_engine.errors import (
     InvalidRequestError,
     ModelLoadError,
 )
-from headrace_engine.request import EngineCoreRequest, FinishReason
-from headrace_engine.sampling_params import RequestOutputKind
+from headrace_engine.requests.request import EngineCoreRequest, FinishReason
+from headrace_engine.requests.sampling_params import RequestOutputKind
 
 MakeEngine = Callable[..., LLMEngine]
 
@@ -387,12 +387,12 @@ def test_engines_in_one_process_do_not_mix(tiny_model: Callable[[str], TinyModel
 @pytest.mark.parametrize(
     ("options", "kind", "sentence"),
     [
-        ({"max_model_len": 10_000}, ConfigError, "max_model_len is 10000, but the model's positions end at 256"),
+        ({"max_model_len": 10_000}, ConfigError, "max_model_len must be at most 256, the model's positions, got 10000"),
         ({"num_blocks": 5}, ConfigError, "max_model_len=256 tokens needs 17 KV blocks .* but num_blocks gives 5"),
         ({"kv_cache_memory": 1000}, ConfigError, "kv_cache_memory=1000 gives 0"),
-        ({"dtype": "float16"}, ConfigError, "dtype is 'float16', allowed are"),
+        ({"dtype": "float16"}, ConfigError, "dtype must be one of .*, got 'float16'"),
         ({"attention_backend": "native", "block_size": 24}, ConfigError, "attention_backend=native cannot be used"),
-        ({"device": "tpu"}, ConfigError, "device is 'tpu'"),
+        ({"device": "tpu"}, ConfigError, "device must be one of .*, got 'tpu'"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(

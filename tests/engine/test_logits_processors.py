@@ -14,6 +14,10 @@ from engine import processors
 from headrace_engine import LLMEngine, RequestOutput, SamplingParams
 from headrace_engine.errors import ConfigError, InvalidRequestError
 
+pytestmark = pytest.mark.rotated(
+    "engine/headrace_engine/runner/sampling", "engine/headrace_engine/api", "engine/headrace_engine/requests"
+)
+
 MakeEngine = Callable[..., LLMEngine]
 ALL = ["engine.processors:OnlyEven", processors.CountUp, "engine.processors:Fails"]
 

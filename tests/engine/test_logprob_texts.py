@@ -9,11 +9,11 @@ from tokenizers import Tokenizer
 
 from engine import tokenizer_kinds
 from engine.tokenizer_kinds import KINDS, TEXTS
-from headrace_engine.llm_engine import LLMEngine
-from headrace_engine.logprob_texts import LogprobTexts
-from headrace_engine.outputs import Logprob
-from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
-from headrace_engine.token_pieces import TokenPieces
+from headrace_engine.api.llm_engine import LLMEngine
+from headrace_engine.requests.outputs import Logprob
+from headrace_engine.requests.sampling_params import RequestOutputKind, SamplingParams
+from headrace_engine.text.logprob_texts import LogprobTexts
+from headrace_engine.text.token_pieces import TokenPieces
 
 SENTENCEPIECE = [kind for kind in KINDS if "byte_fallback" in kind.__name__ or "unigram" in kind.__name__]
 

@@ -18,12 +18,20 @@ import torch
 from engine.lora_adapters import TinyAdapter, config_of, make_adapter, random_tensors, write_adapter
 from engine.tiny_models import VOCAB_SIZE, TinyModel
 from headrace_engine import LLM, AsyncEngineArgs, AsyncLLMEngine, LoRARequest, SamplingParams
+from headrace_engine.api.llm_engine import LLMEngine
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import InvalidRequestError, LoRAError
-from headrace_engine.llm_engine import LLMEngine
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.request import EngineCoreRequest
+
+pytestmark = pytest.mark.rotated(
+    "engine/headrace_engine/runner/lora",
+    "engine/headrace_engine/runner/linear",
+    "engine/headrace_engine/runner/models",
+    "engine/headrace_engine/core/lora_manager.py",
+    "tests/engine/lora_adapters.py",
+)
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -201,7 +209,7 @@ def test_a_batch_without_adapters_runs_the_model_as_it_was_loaded(
     assert not any(module._forward_hooks for module in model.modules())
 
 
-# -- doors ----------------------------------------------------------------------------------------------------------
+# -- public classes ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -360,15 +368,15 @@ def test_an_adapter_that_peft_saved_is_read_as_peft_reads_it(llama: TinyModel, t
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("DoRA", {"use_dora": True}, "use_dora is set: DoRA is not supported"),
     ("saved modules", {"modules_to_save": ["lm_head"]}, "modules_to_save is set"),
-    ("biases", {"bias": "all"}, "bias is 'all'"),
-    ("another method", {"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+    ("biases", {"bias": "all"}, "bias must be 'none'.*, got 'all'"),
+    ("another method", {"peft_type": "LOHA"}, "peft_type must be 'LORA', got 'LOHA'"),
     ("changed base", {"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
     ("unknown module", {"target_modules": ["q_proj", "flux_proj"]}, "'flux_proj', which is not a linear layer"),
     ("absent weights", {"target_modules": ["q_proj", "v_proj", "o_proj"]}, "'o_proj', but adapter_model.safetensors"),
     ("rank", {"r": 17}, "q_proj has rank 17, the limit is max_lora_rank=16"),
-    ("rank that is not the tensors'", {"r": 3}, r"lora_A of .*q_proj has the shape \[4, 64\], expected \[3, 64\]"),
-    ("no rank", {"r": 0}, "r is 0"),
-    ("no alpha", {"lora_alpha": "high"}, "lora_alpha is 'high'"),
+    ("rank that is not the tensors'", {"r": 3}, r"lora_A of .*q_proj must have the shape \[3, 64\], got \[4, 64\]"),
+    ("no rank", {"r": 0}, "r must be an integer of at least 1, got 0"),
+    ("no alpha", {"lora_alpha": "high"}, "lora_alpha must be a number, got 'high'"),
     ("regular expression", {"rank_pattern": {r".*\d": 4}}, "only plain module names"),
 ]
 
@@ -405,7 +413,7 @@ def test_a_config_that_cannot_be_served_is_refused_by_name(
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("shape", r"lora_A of model.layers.0.self_attn.q_proj has the shape \[4, 65\], expected \[4, 64\]"),
+        ("shape", r"lora_A of model.layers.0.self_attn.q_proj must have the shape \[4, 64\], got \[4, 65\]"),
         ("missing", "model.layers.0.self_attn.q_proj has no lora_A"),
         ("infinite", "model.layers.0.self_attn.q_proj hold infinite values"),
         ("foreign", "model.layers.9.self_attn.q_proj is not a linear layer of this model"),

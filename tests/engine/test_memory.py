@@ -15,9 +15,16 @@ from safetensors.torch import save_file
 from engine.model_families import COMMON
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
+from headrace_engine.options.engine_args import EngineArgs
 from headrace_engine.runner.memory import available_memory, weight_bytes
+
+pytestmark = pytest.mark.rotated(
+    "engine/headrace_engine/runner/memory.py",
+    "engine/headrace_engine/runner/models",
+    "engine/headrace_engine/core/kv_cache_manager.py",
+    "engine/headrace_engine/checkpoints",
+)
 
 
 def test_weights_larger_than_the_free_memory_are_refused_before_they_are_read(tmp_path: Path) -> None:
@@ -48,7 +55,7 @@ def test_kv_memory_beyond_what_is_free_is_refused(tmp_path: Path) -> None:
 
 LOAD = """
 import sys
-from headrace_engine.engine_args import EngineArgs
+from headrace_engine.options.engine_args import EngineArgs
 from headrace_engine.core.runner_factory import create_runner
 
 def memory(key):

@@ -1,7 +1,7 @@
 """Every model family that is served generates transformers' own tokens; every other one is refused with its reason.
 
 Each family runs one scenario that forces everything at once: chunks, preemptions, cache hits. `docs/models.md` lists
-what these tests prove; `HEADRACE_WRITE_DOCS=1` writes it anew.
+what these tests prove; `HEADRACE_WRITE_DOCS=1` writes it again.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from engine.model_table import render
 from engine.tiny_models import TinyModel, save_model
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ModelLoadError
-from headrace_engine.request import EngineCoreRequest
-from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.request import EngineCoreRequest
+from headrace_engine.requests.sampling_params import SamplingParams
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 MAX_MODEL_LEN = 96
+rotated = pytest.mark.rotated("engine/headrace_engine/runner/models", "tests/engine/model_families.py")
 
 
 @cache
@@ -45,6 +46,7 @@ def core_for(folder: Path, **options: Any) -> EngineCore:
     return EngineCore(config, create_runner(config))
 
 
+@rotated
 @pytest.mark.parametrize("name", FAMILIES)
 def test_chunks_preemptions_and_cache_hits_leave_every_token_as_transformers_has_it(name: str, tmp_path: Path) -> None:
     model = TinyModel(name, str(tmp_path), save_model(name, tmp_path))
@@ -70,6 +72,7 @@ def test_chunks_preemptions_and_cache_hits_leave_every_token_as_transformers_has
     assert len({tuple(output) for output in expected}) > len(expected) / 2, "a model that says one thing proves nothing"
 
 
+@rotated
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_cannot_be_right_is_refused_with_its_reason(name: str, tmp_path: Path) -> None:
     refused = REFUSED[name]

@@ -13,6 +13,8 @@ import pytest
 
 from headrace_engine.runner.native import native_library
 
+pytestmark = pytest.mark.rotated("engine/headrace_engine/runner/native")
+
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

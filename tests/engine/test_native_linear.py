@@ -8,9 +8,16 @@ import pytest
 import torch
 
 from engine.kernel_builds import MAY_MULTIPLY_PAIRS, OTHER_PROCESSORS, PAIRS_ARE_FASTER, PAIRS_ARE_SLOWER, build
-from headrace_engine.runner.elementwise.norm import Norm
+from headrace_engine.runner.elementwise.ops import Norm
 from headrace_engine.runner.linear import native_linear
 from headrace_engine.runner.linear.native_linear import NativeGatedLinear, NativeLinear
+
+pytestmark = pytest.mark.rotated(
+    "engine/headrace_engine/runner/linear",
+    "engine/headrace_engine/runner/native",
+    "engine/headrace_engine/runner/elementwise",
+    "tests/engine/kernel_builds.py",
+)
 
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 # Around a tile's rows, a block's, a panel's columns, a vector's, and the inputs after which sums are put aside.

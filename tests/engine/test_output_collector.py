@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from engine.test_async_llm import make
 from engine.tiny_models import TinyModel
 from headrace_engine import RequestOutput, SamplingParams
+from headrace_engine.api.output_collector import OutputCollector
 from headrace_engine.errors import EngineDeadError
-from headrace_engine.output_collector import OutputCollector
-from headrace_engine.outputs import CompletionOutput, Logprob
-from headrace_engine.sampling_params import RequestOutputKind
+from headrace_engine.requests.outputs import CompletionOutput, Logprob
+from headrace_engine.requests.sampling_params import RequestOutputKind
 
 DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
 

@@ -16,9 +16,11 @@ from engine.model_families import VOCAB_SIZE, WINDOW
 from engine.tiny_models import TinyModel
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
-from headrace_engine.engine_args import EngineArgs
-from headrace_engine.request import EngineCoreRequest, FinishReason
-from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.request import EngineCoreRequest, FinishReason
+from headrace_engine.requests.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.rotated("engine/headrace_engine/runner/models", "engine/headrace_engine/runner/attention")
 
 # Every scenario by itself, on one model of each way to attend; test_model_families.py has all families.
 ARCHITECTURES = ("llama", "mistral", "gemma2", "gpt2", "gpt_oss", "deepseek_v3")

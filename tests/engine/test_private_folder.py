@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace_engine.private_folder import check_private, first_private, make_private
 from headrace_engine.runner.cuda.device import keep_kernels_private
+from headrace_engine.system.private_folder import check_private, first_private, make_private
 
 
 def test_what_is_missing_is_made_for_this_user_alone(tmp_path: Path) -> None:

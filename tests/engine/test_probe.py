@@ -15,11 +15,18 @@ from engine.model_families import COMMON, FAMILIES, WINDOW
 from engine.tiny_models import save_model
 from headrace_engine import LLM, SamplingParams
 from headrace_engine.core.runner_factory import create_runner
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError, ModelLoadError
+from headrace_engine.options.engine_args import EngineArgs
 from headrace_engine.runner.attention.backend import LayerSpec
 from headrace_engine.runner.linear.replacement import watch_weights
 from headrace_engine.runner.models.probe import inspect_model
+
+pytestmark = pytest.mark.rotated(
+    "engine/headrace_engine/runner/models",
+    "engine/headrace_engine/runner/attention",
+    "engine/headrace_engine/runner/linear",
+    "tests/engine/model_families.py",
+)
 
 
 def model_of(name: str, **options: Any) -> Any:
@@ -176,5 +183,5 @@ def test_dynamic_scaling_is_served_up_to_where_it_begins(tmp_path: Path) -> None
     prompts = [[5, 6, 7], [9, 8] * 60]
     assert tokens_of(tmp_path, prompts) == [generate(reference, prompt) for prompt in prompts]
     runner = create_runner(EngineArgs(model=str(tmp_path), max_model_len=257).create_engine_config())
-    with pytest.raises(ConfigError, match="max_model_len is 257, but the model's positions end at 256"):
+    with pytest.raises(ConfigError, match="max_model_len must be at most 256, the model's positions, got 257"):
         runner.load_model()

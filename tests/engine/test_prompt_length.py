@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from headrace_engine.errors import ContextLengthError
-from headrace_engine.prompt_length import PromptLength
+from headrace_engine.text.tokenizer import PromptLength
 
 LIMIT = 64
 LONG = 40_000

@@ -12,8 +12,15 @@ import torch
 from engine.tiny_models import VOCAB_SIZE, TinyModel
 from headrace_engine import LLMEngine, RequestOutput, SamplingParams
 from headrace_engine.errors import InvalidRequestError
-from headrace_engine.outputs import Logprob
-from headrace_engine.sampling_params import RequestOutputKind
+from headrace_engine.requests.outputs import Logprob
+from headrace_engine.requests.sampling_params import RequestOutputKind
+
+pytestmark = pytest.mark.rotated(
+    "engine/headrace_engine/runner",
+    "engine/headrace_engine/core/kv_cache_manager.py",
+    "engine/headrace_engine/core/step_plan.py",
+    "engine/headrace_engine/api/output_processor.py",
+)
 
 MakeEngine = Callable[..., LLMEngine]
 DRAW = random.Random(7)
@@ -119,6 +126,6 @@ def test_all_of_the_vocabulary_may_be_asked_for_where_the_engine_allows_it(
     with pytest.raises(InvalidRequestError) as refused:
         make_engine().add_request("a", PROMPTS[1], SamplingParams(prompt_logprobs=-1, logprobs=21))
     assert refused.value.problems == [
-        "logprobs is 21, the engine's max_logprobs is 20",
-        f"prompt_logprobs is -1, which is {VOCAB_SIZE}, the engine's max_logprobs is 20",
+        "logprobs must be at most 20, the engine's max_logprobs, got 21",
+        f"prompt_logprobs must be at most 20, the engine's max_logprobs, got -1, which is {VOCAB_SIZE}",
     ]

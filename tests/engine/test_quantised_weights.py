@@ -16,8 +16,8 @@ from engine.model_families import COMMON
 from engine.tiny_models import save_tokenizer
 from headrace_engine import LLM, SamplingParams
 from headrace_engine.core.runner_factory import create_runner
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ModelLoadError
+from headrace_engine.options.engine_args import EngineArgs
 
 _NAMES = {
     "q_proj": "attn_q",

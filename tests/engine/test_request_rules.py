@@ -1,4 +1,4 @@
-"""What a request may say about tokens, texts and the form of its answer, through the engine's doors."""
+"""What a request may ask for: tokens, texts and the format of its output, through the engine's public classes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from engine.tiny_models import VOCAB_SIZE, TinyModel, load_model_tokenizer
 from headrace_engine import LLM, LLMEngine, RequestOutput, SamplingParams
 from headrace_engine.errors import InvalidRequestError
-from headrace_engine.sampling_params import RequestOutputKind
-from headrace_engine.tokenizer import ModelTokenizer
+from headrace_engine.requests.sampling_params import RequestOutputKind
+from headrace_engine.text.tokenizer import ModelTokenizer
 
 MakeEngine = Callable[..., LLMEngine]
 EOS = 2
@@ -101,9 +101,12 @@ def test_rules_hold_when_a_request_is_preempted(make_engine: MakeEngine) -> None
 @pytest.mark.parametrize(
     ("params", "sentence"),
     [
-        ({"allowed_token_ids": [VOCAB_SIZE]}, f"allowed_token_ids holds {VOCAB_SIZE}, the vocabulary ends at 383"),
-        ({"logit_bias": {VOCAB_SIZE: 1}}, f"logit_bias holds {VOCAB_SIZE}, the vocabulary ends at 383"),
-        ({"allowed_token_ids": [EOS], "stop_token_ids": [EOS], "min_tokens": 1}, "holds only tokens that end the outp"),
+        ({"allowed_token_ids": [VOCAB_SIZE]}, f"allowed_token_ids must be token ids from 0 to 383, got {VOCAB_SIZE}"),
+        ({"logit_bias": {VOCAB_SIZE: 1}}, f"logit_bias must be token ids from 0 to 383, got {VOCAB_SIZE}"),
+        (
+            {"allowed_token_ids": [EOS], "stop_token_ids": [EOS], "min_tokens": 1},
+            "must hold a token that does not end",
+        ),
         ({"extra_args": {"top_a": 1}}, "extra_args holds 'top_a', which no logits processor of this engine reads"),
     ],
 )
@@ -120,7 +123,7 @@ def test_a_request_whose_rules_leave_no_token_ends_with_the_reason(llm: LLM, tok
     assert found.outputs[0].token_ids == [x]
     assert found.error == "no token is left that may follow: the request's rules forbid them all"
     assert len(tokens(llm, ignore_eos=True)) == 24  # the engine lives on
-    with pytest.raises(InvalidRequestError, match="allowed_token_ids holds nothing that bad_words does not forbid"):
+    with pytest.raises(InvalidRequestError, match="allowed_token_ids must hold a token that bad_words does not forbid"):
         generate(llm, allowed_token_ids=[x], bad_words=["x"])
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from engine.tokenizer_kinds import byte_level
-from headrace_engine.grammar import Grammar, GrammarCompiler, TokenizerDefinition
-from headrace_engine.structured_outputs_params import StructuredOutputsParams
-from headrace_gateway.chat_fields import read_chat
+from headrace_engine.grammar.grammar import Grammar, GrammarCompiler, TokenizerDefinition
+from headrace_engine.requests.structured_outputs_params import StructuredOutputsParams
+from headrace_gateway.chat.fields import read_chat
 from unit.gateway.bodies import CHAT, model
 
 DOCUMENT: dict[str, Any] = {"a": [1, {"b": True}], "c": {"d": "e"}}
@@ -36,7 +36,7 @@ def compiler() -> GrammarCompiler:
 
 def grammar_of(compiler: GrammarCompiler, response_format: dict[str, Any]) -> Grammar:
     call = read_chat({**CHAT, "response_format": response_format}, model=model(), lora=None)
-    params = call.submissions[0]["sampling_params"] or {}
+    params = call.requests[0].sampling_params
     return compiler.compile(StructuredOutputsParams(**params["structured_outputs"]))
 
 

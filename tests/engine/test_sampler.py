@@ -12,9 +12,9 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.sampling.rng import uniform
 from headrace_engine.runner.sampling.sampler import SamplingRow, sample
-from headrace_engine.sampling_params import SamplingParams
 
 
 def row(

@@ -15,10 +15,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.sampling.rng import uniform
-from headrace_engine.runner.sampling.sampler import SamplingRow, sample
-from headrace_engine.runner.sampling.token_rules import create_token_rules
-from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.runner.sampling.sampler import SamplingRow, create_token_rules, sample
+
+pytestmark = pytest.mark.rotated("engine/headrace_engine/runner/sampling")
 
 Floats = npt.NDArray[np.float64]
 

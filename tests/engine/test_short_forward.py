@@ -10,12 +10,18 @@ import torch
 
 from engine.tiny_models import TinyModel
 from headrace_engine import LLM, SamplingParams
-from headrace_engine.engine_args import EngineArgs
-from headrace_engine.outputs import CompletionOutput
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.outputs import CompletionOutput
 from headrace_engine.runner.fused.short_forward import ShortForward
 from headrace_engine.runner.linear import native_linear
 from headrace_engine.runner.models import loading
 from headrace_engine.runner.models.paged_model import PagedModel
+
+pytestmark = pytest.mark.rotated(
+    "engine/headrace_engine/runner/fused",
+    "engine/headrace_engine/runner/models",
+    "engine/headrace_engine/runner/linear",
+)
 
 Change = Callable[[Any], None]
 

@@ -14,16 +14,23 @@ import torch
 import transformers
 
 from engine.test_parity import VOCAB_SIZE, Run, TinyModel, references
-from headrace_engine.config import ModelConfig
+from headrace_engine.api.llm_engine import LLMEngine
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
-from headrace_engine.llm_engine import LLMEngine
-from headrace_engine.request import EngineCoreRequest, FinishReason
+from headrace_engine.options.config import ModelConfig
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.request import EngineCoreRequest, FinishReason
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.contracts import KVSpec, TokenLogprobs
 from headrace_engine.runner.models.draft_model import DraftModel
-from headrace_engine.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.rotated(
+    "engine/headrace_engine/core/speculation.py",
+    "engine/headrace_engine/core/scheduler.py",
+    "engine/headrace_engine/runner/models",
+    "engine/headrace_engine/runner/sampling",
+)
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 PRESSURE = {"num_blocks": 13, "max_num_batched_tokens": 19, "max_num_seqs": 7}
@@ -215,7 +222,7 @@ def test_a_draft_model_that_does_not_fit_the_served_one_is_refused(llama: TinyMo
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "positions")
     for name, problem in (
         ("vocabulary", "has 385 tokens in its vocabulary, the served model 384"),
-        ("positions", "max_model_len is 256, but the model's positions end at 128"),
+        ("positions", "max_model_len must be at most 128, the model's positions, got 256"),
     ):
         options = {"method": "draft_model", "model": str(tmp_path / name), "num_speculative_tokens": 2}
         with pytest.raises(ConfigError, match=problem):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace_engine.runner.native import native_library
-from headrace_engine.runner.native.struct_layout import LayoutError, check_layout
+from headrace_engine.runner.native.native_library import LayoutError, check_layout
 
 _SOURCE = """
 typedef struct {

@@ -9,8 +9,8 @@ from importlib.resources import files
 
 import pytest
 
-from headrace_engine import openmp
 from headrace_engine.runner.native import native_library
+from headrace_engine.system import openmp
 
 _MEMBERS_AT_BARRIERS = """
 #include <string.h>
@@ -21,7 +21,7 @@ static int may_run_on(const cpu_set_t *cores) {
     return !sched_getaffinity(0, sizeof now, &now) && CPU_EQUAL(cores, &now);
 }
 
-/* Within 20 seconds: whoever moves it may be kept from running meanwhile. */
+/* Within 20 seconds: the thread that moves it may not be scheduled for some time. */
 static int is_free_at_last(const cpu_set_t *cores) {
     for (int turn = 0; turn < 20000 && !may_run_on(cores); turn++) usleep(1000);
     return may_run_on(cores);

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 
 from engine import tokenizer_kinds
 from engine.tokenizer_kinds import KINDS, TEXTS
-from headrace_engine.detokenizer import Detokenizer, create_detokenizer
-from headrace_engine.llm_engine import LLMEngine
-from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
-from headrace_engine.token_pieces import TokenPieces
+from headrace_engine.api.llm_engine import LLMEngine
+from headrace_engine.requests.sampling_params import RequestOutputKind, SamplingParams
+from headrace_engine.text.detokenizer import Detokenizer, create_detokenizer
+from headrace_engine.text.token_pieces import TokenPieces
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 Kind = Callable[[], Tokenizer]

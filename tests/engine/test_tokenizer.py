@@ -1,7 +1,8 @@
-"""A door's tokenizer, made of the parts that the core sends, is the one of transformers."""
+"""The tokenizer that is made from the parts that the core sends is equal to that of transformers."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -17,9 +18,9 @@ from transformers import AutoTokenizer, BertTokenizer, LlamaTokenizer, PreTraine
 
 from engine.test_quantised_weights import write_gguf
 from engine.tiny_models import CHAT_TEMPLATE, load_model_tokenizer, save_tokenizer
-from headrace_engine.checkpoint import pretrained_source
+from headrace_engine.checkpoints.checkpoint import pretrained_source
 from headrace_engine.errors import InvalidRequestError, ModelLoadError
-from headrace_engine.tokenizer_loader import parts_of, read_tokenizer
+from headrace_engine.text.tokenizer_loader import parts_of, read_tokenizer
 
 TEXTS = [
     "",
@@ -173,9 +174,9 @@ def test_a_process_that_has_the_parts_imports_no_torch(tmp_path: Path) -> None:
     parts = asdict(parts_of(read_tokenizer(str(tmp_path), trust_remote_code=False)))
     program = """if True:
         import json, sys
-        import headrace_workers.app, headrace_workers.bootsteps
-        from headrace_engine.tokenizer import create_tokenizer
-        from headrace_engine.tokenizer_parts import TokenizerParts
+        import headrace_workers.app, headrace_workers.celery.bootsteps
+        from headrace_engine.text.tokenizer_factory import create_tokenizer
+        from headrace_engine.text.tokenizer_parts import TokenizerParts
         before = "transformers" in sys.modules
         tokenizer = create_tokenizer("", TokenizerParts(**json.load(sys.stdin)))
         text, ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
@@ -183,3 +184,26 @@ def test_a_process_that_has_the_parts_imports_no_torch(tmp_path: Path) -> None:
     """
     done = subprocess.run([sys.executable, "-c", program], input=json.dumps(parts), capture_output=True, text=True)
     assert done.stdout.strip() == "[true, false, false]", done.stderr
+
+
+def test_a_folder_without_tokenizer_json_says_which_package_or_file_it_needs(tmp_path: Path) -> None:
+    plain(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+
+    def advice() -> str:
+        with pytest.raises(ModelLoadError) as refused:
+            read_tokenizer(str(tmp_path), trust_remote_code=False)
+        return str(refused.value)
+
+    file = "copy tokenizer.json from the model's repository"
+    assert advice().endswith(f"has no usable tokenizer: it has no tokenizer.json: {file}, if it has one")
+    (tmp_path / "tekken.json").write_text('{"config": {}, "vocab": []}')
+    assert f"its tekken.json cannot be converted (KeyError: 'pattern'): {file}" in advice()
+    (tmp_path / "tekken.json").unlink()
+    for package, content in (("sentencepiece", b"\n\x0e\n\x05<unk>\x15"), ("tiktoken", b"AA== 0\nAQ== 1\n")):
+        (tmp_path / "tokenizer.model").write_bytes(content)
+        if importlib.util.find_spec(package) is None:
+            assert f"is converted by {package}: {sys.executable} -m pip install {package}, or {file}" in advice()
+        assert "tokenizer.model" in advice()

@@ -24,6 +24,8 @@ from headrace_engine.runner.attention.triton_backend import TritonBackend
 
 pytest.importorskip("triton", reason="Triton is not installed: make test-triton")
 
+pytestmark = pytest.mark.rotated_file("engine/headrace_engine/runner/attention", "engine/headrace_engine/runner/cuda")
+
 FP8 = torch.float8_e4m3fn
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXAMPLES = int(os.environ.get("HEADRACE_TRITON_EXAMPLES", "8"))
@@ -202,7 +204,10 @@ def test_a_layer_without_keys_of_its_own_reads_the_ones_of_its_source() -> None:
             {"cache_dtype": torch.float16},
             "the KV cache has dtype torch.float16, the kernels support torch.float32, torch.bfloat16",
         ),
-        ({"layers": (LayerSpec(num_heads=1, num_kv_heads=1, k_dim=512, v_dim=64),)}, "head size is 512"),
+        (
+            {"layers": (LayerSpec(num_heads=1, num_kv_heads=1, k_dim=512, v_dim=64),)},
+            "head size must be at most 256, got 512",
+        ),
     ],
 )
 def test_the_kernels_say_what_they_cannot_do(change: dict[str, Any], reason: str) -> None:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from engine.tiny_models import TinyModel
 from headrace_engine import LLM, AsyncEngineArgs, AsyncLLMEngine, EngineArgs, LLMEngine, LoRARequest, SamplingParams
-from headrace_engine.engine_metrics import Counter, Gauge
+from headrace_engine.api.metrics import Counter, Gauge
 from headrace_engine.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -26,8 +26,8 @@ from headrace_engine.errors import (
     InvalidRequestError,
     ModelLoadError,
 )
-from headrace_engine.outputs import Logprob
-from headrace_engine.sampling_params import RequestOutputKind
+from headrace_engine.requests.outputs import Logprob
+from headrace_engine.requests.sampling_params import RequestOutputKind
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 ROOM: dict[str, Any] = {"dtype": "float32", "num_blocks": 80, "block_size": 16}
@@ -141,19 +141,22 @@ def test_prompts_may_come_in_any_list(llm: LLM, two: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"prompts": None}, "prompts is a NoneType, expected one or a list of them"),
-        ({"prompts": b"a"}, "prompts is a bytes, expected one or a list of them"),
-        ({"prompts": {"a"}}, "prompts is a set, expected one or a list of them"),
-        ({"prompts": 5}, "prompts is a int, expected one or a list of them"),
-        ({"sampling_params": {"n": 1}}, "sampling params are a dict, expected SamplingParams, or a list of them"),
+        ({"prompts": None}, "prompts must be one or a list of them, got a NoneType"),
+        ({"prompts": b"a"}, "prompts must be one or a list of them, got a bytes"),
+        ({"prompts": {"a"}}, "prompts must be one or a list of them, got a set"),
+        ({"prompts": 5}, "prompts must be one or a list of them, got a int"),
+        ({"sampling_params": {"n": 1}}, "sampling params must be SamplingParams, or a list of them, got a dict"),
         ({"sampling_params": [GREEDY] * 2}, "1 prompts came with 2 sampling params"),
-        ({"sampling_params": [{"n": 1}]}, "sampling parameters are a dict, expected SamplingParams"),
-        ({"priority": "high"}, "priorities are a str, expected int, or a list of them"),
+        ({"sampling_params": [{"n": 1}]}, "sampling parameters must be SamplingParams, got a dict"),
+        ({"priority": "high"}, "priorities must be int, or a list of them, got a str"),
         ({"priority": [1, 2]}, "1 prompts came with 2 priorities"),
-        ({"priority": [1.5]}, "priority is 1.5, expected an integer of 64 bits"),
-        ({"lora_request": "sql"}, "LoRA requests are a str, expected LoRARequest, or a list of them"),
-        ({"tokenization_kwargs": {"a": 1}}, "tokenise the prompt yourself and give prompt_token_ids"),
-        ({"mm_processor_kwargs": {"a": 1}}, "images, audio and video are not served"),
+        ({"priority": [1.5]}, "priority must be an integer of 64 bits, got 1.5"),
+        ({"lora_request": "sql"}, "LoRA requests must be LoRARequest, or a list of them, got a str"),
+        ({"tokenization_kwargs": {"a": 1}}, "tokenization_kwargs is {'a': 1}, but it is not supported"),
+        (
+            {"mm_processor_kwargs": {"a": 1}},
+            "mm_processor_kwargs is {'a': 1}, but it is not supported: docs/vllm.md says",
+        ),
     ],
 )
 def test_a_wrong_argument_is_refused(llm: LLM, arguments: dict[str, Any], sentence: str) -> None:
@@ -179,7 +182,7 @@ HI = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "grind", "parameters": {"type": "object"}}}]
 SHOWS_ALL = (
     "{% for m in messages %}<{{ m.role }}|{{ m.name }}|{{ m.tool_call_id }}>{{ m.content }}"
-    "{% for c in m.tool_calls %}[{{ c.function.name }}({{ c.function.arguments.grain }})]{% endfor %}{% endfor %}"
+    "{% for c in m.tool_calls %}[{{ c.function.name }}({{ c.function.arguments | tojson }})]{% endfor %}{% endfor %}"
     "{% if tools %}{{ tools | length }} tools{% endif %}{{ mood }}{% if add_generation_prompt %}!{% endif %}"
 )
 
@@ -214,7 +217,7 @@ def test_tools_calls_and_their_results_reach_the_template(llm: LLM) -> None:
         {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "done"}]},
     ]
     shown = prompt_of(llm, messages, chat_template=SHOWS_ALL, tools=TOOLS, chat_template_kwargs={"mood": " glad"})
-    assert shown == "<user|miller|>flour!<assistant||>[grind(rye)][stop()]<tool||1>done1 tools glad!"
+    assert shown == '<user|miller|>flour!<assistant||>[grind({"grain": "rye"})][stop({})]<tool||1>done1 tools glad!'
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"grain": "rye"}'  # type: ignore[index]
 
 
@@ -243,20 +246,20 @@ def test_a_template_may_be_given_to_the_engine_as_a_file(llama: TinyModel, tmp_p
     ("options", "sentence"),
     [
         ({"continue_final_message": True}, "exclude each other: set add_generation_prompt=False"),
-        ({"add_generation_prompt": 1}, "add_generation_prompt is 1, expected true or false"),
+        ({"add_generation_prompt": 1}, "add_generation_prompt must be true or false, got 1"),
         ({"tools": "grind"}, "tools must be a list of maps that describe functions"),
         ({"tools": [print]}, "tools must be a list of maps that describe functions"),
-        ({"tools": [{"a": object()}]}, "tools holds a object"),
+        ({"tools": [{"a": object()}]}, "tools must hold only numbers, strings, lists and maps, got"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs holds messages, which is no variable"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs holds tokenize, which is no variable"),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs must be a map from names to values"),
-        ({"chat_template_kwargs": {"a": 2**70}}, "an integer beyond 64 bits"),
-        ({"chat_template": 5}, "chat_template is 5, expected the text of a template"),
+        ({"chat_template_kwargs": {"a": 2**70}}, "must hold integers of 64 bits"),
+        ({"chat_template": 5}, "chat_template must be the text of a template, got 5"),
         ({"chat_template": "{% nonsense %}"}, "the given chat template refuses these messages"),
-        ({"chat_template_content_format": "xml"}, "allowed are auto, string, openai"),
-        ({"messages": HI[0]}, "messages is one map, expected a list of messages: put it into a list"),
+        ({"chat_template_content_format": "xml"}, "must be one of auto, string, openai"),
+        ({"messages": HI[0]}, "messages must be a list of messages, got one map: put it into a list"),
         ({"messages": "hi"}, "messages must be a list with at least one message"),
-        ({"messages": 5}, "messages is a int, expected one or a list of them"),
+        ({"messages": 5}, "messages must be one or a list of them, got a int"),
         (
             {"messages": [{"role": "assistant"}], "add_generation_prompt": False, "continue_final_message": True}
             | {"chat_template": "no messages"},
@@ -339,7 +342,7 @@ def test_the_prefix_cache_is_forgotten_when_it_is_told(llm: LLM) -> None:
     assert llm.reset_prefix_cache() is False
     run(llm.llm_engine)
     llm.llm_engine._core.core.check_integrity()  # type: ignore[attr-defined]
-    with pytest.raises(InvalidRequestError, match="abort the requests, or wait for them"):
+    with pytest.raises(InvalidRequestError, match="reset_running_requests is True, but it is not supported"):
         llm.reset_prefix_cache(reset_running_requests=True)
 
 
@@ -393,7 +396,7 @@ def test_an_engines_options_can_be_handed_on(llama: TinyModel) -> None:
 
 def test_options_that_are_no_engine_args_are_refused(llama: TinyModel) -> None:
     for door in (LLM, LLMEngine, AsyncLLMEngine):
-        with pytest.raises(ConfigError, match="engine_args is a dict, expected EngineArgs"):
+        with pytest.raises(ConfigError, match="engine_args must be EngineArgs, got a dict"):
             door.from_engine_args({"model": llama.folder})  # type: ignore[attr-defined]
 
 
@@ -413,23 +416,26 @@ def test_a_length_of_minus_one_is_what_memory_holds(llama: TinyModel) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"dtype": "half"}, "dtype is 'half', allowed are auto, float32, bfloat16"),
-        ({"dtype": "half", "device": "tpu"}, "device is 'tpu', allowed are"),
-        ({"logits_processors": [3]}, "logits_processors holds 3, expected import paths or subclasses"),
-        ({"logits_processors": ["a:B", None]}, "logits_processors holds None, expected import paths or subclasses"),
-        ({"dtype": torch.float16}, "dtype is torch.float16, allowed are auto, float32, bfloat16"),
-        ({"gpu_memory_utilization": 0.5}, "set kv_cache_memory_bytes, the bytes of KV memory"),
-        ({"kv_cache_memory_bytes": 0}, "kv_cache_memory is 0, must be an integer of at least 1"),
+        ({"dtype": "half"}, "dtype must be one of auto, float32, bfloat16, got 'half'"),
+        ({"dtype": "half", "device": "tpu"}, "got 'tpu'"),
+        ({"logits_processors": [3]}, "logits_processors must be import paths or subclasses of LogitsProcessor, got 3"),
+        (
+            {"logits_processors": ["a:B", None]},
+            "logits_processors must be import paths or subclasses of LogitsProcessor, got None",
+        ),
+        ({"dtype": torch.float16}, "dtype must be one of auto, float32, bfloat16, got torch.float16"),
+        ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization is 0.5, but it is not supported: docs/vllm.md says"),
+        ({"kv_cache_memory_bytes": 0}, "kv_cache_memory must be an integer of at least 1, got 0"),
         ({"kv_cache_memory_bytes": 1, "kv_cache_memory": 2}, "give one of them"),
         ({"max_modell_len": 5}, "'max_modell_len' is not known; did you mean max_model_len?"),
-        ({"max_model_len": "1k"}, "max_model_len is '1k', must be an integer of at least 1"),
-        ({"enable_chunked_prefill": False}, "the scheduler is fixed"),
-        ({"limit_mm_per_prompt": {"image": 1}}, "images, audio and video are not served"),
-        ({"pipeline_parallel_size": 2}, "an engine uses one device"),
-        ({"seed": "x"}, "seed is 'x', expected an integer of 64 bits"),
-        ({"tokenizer": 5}, "tokenizer is 5, expected text that is not empty"),
-        ({"enable_lora": "yes"}, "enable_lora is 'yes', expected true or false"),
-        ({"model": None}, "model is empty, expected a model folder or a hub name"),
+        ({"max_model_len": "1k"}, "max_model_len must be an integer of at least 1, got '1k'"),
+        ({"enable_chunked_prefill": False}, "enable_chunked_prefill is False, but it is not supported"),
+        ({"limit_mm_per_prompt": {"image": 1}}, "limit_mm_per_prompt is {'image': 1}, but it is not supported"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2, but it is not supported"),
+        ({"seed": "x"}, "seed must be an integer of 64 bits, got 'x'"),
+        ({"tokenizer": 5}, "tokenizer must be text that is not empty, got 5"),
+        ({"enable_lora": "yes"}, "enable_lora must be true or false, got 'yes'"),
+        ({"model": None}, "model must be a model folder or a hub name, got None"),
     ],
 )
 def test_an_option_that_cannot_be_served_is_refused_with_what_to_use(options: dict[str, Any], sentence: str) -> None:
@@ -442,9 +448,8 @@ def test_an_option_that_cannot_be_served_is_refused_with_what_to_use(options: di
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("best_of", "use n, or LLM.beam_search"),
-        ("guided_decoding", "use structured_outputs"),
-        ("thinking_token_budget", "use max_tokens"),
+        ("best_of", "best_of is 5, but it is not supported: docs/vllm.md says what to use instead"),
+        ("thinking_token_budget", "thinking_token_budget is 5, but it is not supported"),
         ("temprature", "'temprature' is not known; did you mean temperature?"),
     ],
 )
@@ -457,9 +462,9 @@ def test_a_parameter_that_is_not_here_is_refused_with_what_to_use(name: str, sen
 
 def test_a_method_that_is_not_here_says_what_to_use(llm: LLM) -> None:
     for call, sentence in (
-        (lambda: llm.embed, "only generated text"),
-        (lambda: llm.llm_engine.sleep, "use close"),
-        (lambda: llm.nonsense, "LLM has no nonsense"),
+        (lambda: llm.embed, "LLM has no embed: docs/vllm.md says what to use instead"),
+        (lambda: llm.llm_engine.sleep, "LLMEngine has no sleep: docs/vllm.md"),
+        (lambda: llm.nonsense, "LLM has no nonsense$"),
     ):
         with pytest.raises(AttributeError, match=sentence):
             call()

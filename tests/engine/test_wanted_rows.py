@@ -12,7 +12,8 @@ import torch
 
 from engine.kernel_builds import PAIRS_ARE_FASTER, PAIRS_ARE_SLOWER, build
 from engine.tiny_models import VOCAB_SIZE, TinyModel
-from headrace_engine.engine_args import EngineArgs
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.batch import RequestBatch, StepInputs, TokenSpan
 from headrace_engine.runner.contracts import NewRequest
 from headrace_engine.runner.fused import decoder_stack
@@ -20,7 +21,8 @@ from headrace_engine.runner.fused.decoder_stack import DecoderStack
 from headrace_engine.runner.linear import native_linear
 from headrace_engine.runner.models.paged_model import PagedModel
 from headrace_engine.runner.sampling.request_processors import ProcessorSet
-from headrace_engine.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.rotated("engine/headrace_engine/runner/models", "engine/headrace_engine/runner/attention")
 
 BLOCK_SIZE = 16
 LENGTHS = {"chunked": 91, "short": 45, "decode": 8, "verified": 64}

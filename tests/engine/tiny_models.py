@@ -18,10 +18,11 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.model_families import FAMILIES, VOCAB_SIZE, Family
 from headrace_engine.core.engine_core import EngineCore
-from headrace_engine.request import EngineCoreRequest
-from headrace_engine.sampling_params import SamplingParams
-from headrace_engine.tokenizer import ModelTokenizer, create_tokenizer
-from headrace_engine.tokenizer_loader import parts_of, read_tokenizer
+from headrace_engine.requests.request import EngineCoreRequest
+from headrace_engine.requests.sampling_params import SamplingParams
+from headrace_engine.text.tokenizer import ModelTokenizer
+from headrace_engine.text.tokenizer_factory import create_tokenizer
+from headrace_engine.text.tokenizer_loader import parts_of, read_tokenizer
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ CHAT_TEMPLATE = (
 
 
 def load_model_tokenizer(folder: str, *, trust_remote_code: bool = False) -> ModelTokenizer:
-    """As a door gets it from its core."""
+    """Return the tokenizer as a client of the core makes it from its parts."""
     parts = parts_of(read_tokenizer(folder, trust_remote_code=trust_remote_code))
     return create_tokenizer(folder, parts, trust_remote_code=trust_remote_code)
 

@@ -10,8 +10,8 @@ from typing import Any
 import msgpack
 
 from headrace_broker.content import loads_stored
-from headrace_broker.dead_letters import DeadLetter
 from headrace_broker.keys import ended_key, result_key, stream_key
+from headrace_broker.queue.dead_letters import DeadLetter
 from hostile.messages import HONEST_TOKENS, SECRET, Generator, Hostile
 from service.workers.service import Service, StreamLog
 

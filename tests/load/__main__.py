@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from chaos.model import save_chaos_model
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.server.embedded import EmbeddedServer
 from load.harness import Harness, Plan, Report
 from service.workers.service import Service
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace_broker import Client
-from headrace_broker.submission import SubmitRequest
-from headrace_workers.stream_timing import percentile
+from headrace_broker.client.submission import SubmitRequest
+from headrace_cli.demo.stream_timing import percentile
 from load.processes import cpu_seconds, resident_mib
 from service.workers.service import Service
 from service.workers.worker_process import WorkerProcess

@@ -43,7 +43,7 @@ class Probe:
         return events
     def __getattr__(self, name): return getattr(self.poller, name)
 hub.poll = lambda: Probe(real_poll())
-from headrace_workers.cli import main
+from headrace_cli.main import main
 main()
 """
 PATIENCE = 180.0

@@ -3,7 +3,7 @@
 import os
 import time
 
-from headrace_engine.config import EngineConfig
+from headrace_engine.options.config import EngineConfig
 from headrace_engine.runner.contracts import KVSpec, ModelInfo, RunnerCapabilities, StepBatch, StepOutput
 
 IMPORT_PATH = "load.sleep_runner:create_runner"

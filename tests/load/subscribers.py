@@ -14,10 +14,10 @@ from pathlib import Path
 import redis
 
 from headrace_broker.call_rules import BEGINNING
-from headrace_broker.connections import connect_async
 from headrace_broker.errors import StreamExpiredError
-from headrace_broker.events import ChunkEvent, EndEvent
-from headrace_broker.subscriber import read_stream_async
+from headrace_broker.server.connections import connect_async
+from headrace_broker.streams.events import ChunkEvent, EndEvent
+from headrace_broker.streams.subscriber import read_stream_async
 
 MAX_FAILURES = 100
 """The most connections that a subscriber may lose during one stream, half a second apart."""

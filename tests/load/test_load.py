@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from chaos.model import save_chaos_model
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.server.embedded import EmbeddedServer
 from load.harness import Harness, Plan
 from service.workers.service import Service
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from headrace_broker.streams import Attempt, StreamWrite, StreamWriter, WriteOutcome
-from headrace_engine.config import EngineConfig
+from headrace_broker.streams.writer import Attempt, StreamWrite, StreamWriter, WriteOutcome
+from headrace_engine.options.config import EngineConfig
 from headrace_workers.app import create_app
 from headrace_workers.settings import WorkerSettings
 from load.sleep_runner import IMPORT_PATH

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from headrace_broker.connections import connect
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.server.connections import connect
+from headrace_broker.server.embedded import EmbeddedServer
 from service.servers import make_server
 
 

@@ -1,39 +1,65 @@
-"""The Redis users of docker-compose.yml, on a real server."""
+"""The Redis users of deploy/redis/users.acl, on a real server with the options of docker-compose.yml."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from headrace_broker.connections import connect
-from headrace_broker.embedded import EmbeddedServer
-from service.servers import make_server
+from headrace_broker.server.connections import connect
+from headrace_broker.server.embedded import EmbeddedServer
+from service.servers import PROGRAM
 
-COMPOSE = Path(__file__).resolve().parents[2] / "docker-compose.yml"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def users() -> dict[str, list[str]]:
     """Their rules by name, with the password `secret`."""
-    lines = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))["configs"]["redis-users"]["content"].splitlines()
+    lines = (ROOT / "deploy" / "redis" / "users.acl").read_text(encoding="utf-8").splitlines()
     rules = [re.sub(r"\$\{[^}]*\}", "secret", line).split() for line in lines]
     return {words[1]: words[2:] for words in rules}
 
 
-@contextmanager
-def make_server_with_users(folder: Path, **options: Any) -> Iterator[EmbeddedServer]:
-    """Start a server with the file, as the container is: a rule that a server does not know would stop its start."""
-    acl = folder / "users.acl"
-    named = {name: rules for name, rules in users().items() if name != "default"}
-    acl.write_text("".join(f"user {name} {' '.join(rules)}\n" for name, rules in named.items()), encoding="utf-8")
-    with make_server(arguments=["--aclfile", str(acl)], **options) as running:
-        with connect(running.url) as first:  # the one user that the server needs until it has been asked how it is
-            first.execute_command("ACL", "SETUSER", "default", *users()["default"])
-        yield running
+def shipped_options(acl: Path) -> list[str]:
+    """Get the arguments of the compose file's server, with its defaults and this ACL file."""
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
+    _shell, _flag, _script, _name, *words = services["redis"]["command"]
+    words = [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", word) for word in words]
+    return [str(acl) if word.endswith("users.acl") else word for word in words]
+
+
+class ServerWithUsers(EmbeddedServer):
+    """A server as the compose file starts it: with the users, and with its append-only file. `url` is admin's.
+
+    Args:
+        folder: for the ACL file.
+        default: rules of the default user, where not the shipped ones.
+    """
+
+    def __init__(self, folder: Path, *, program: str = PROGRAM, default: str | None = None, **options: Any) -> None:
+        acl = folder / "users.acl"
+        rules = {name: " ".join(words) for name, words in users().items()}
+        if default is not None:
+            rules["default"] = default
+        acl.write_text("".join(f"user {name} {words}\n" for name, words in rules.items()), encoding="utf-8")
+        super().__init__(program=program, environ={}, password=False, arguments=shipped_options(acl), **options)
+
+    def wait_written(self) -> None:
+        """Wait until the append-only file has every write: the server delays some while an earlier fsync is slow."""
+        with connect(self.url) as admin:
+            while admin.info("persistence")["aof_buffer_length"]:
+                time.sleep(0.01)
+
+    def _url_at(self, port: int) -> str:
+        return url_at(port, "admin")
+
+
+def url_at(port: int, user: str) -> str:
+    """The URL of a server or proxy on loopback for one of the users."""
+    return f"redis://{user}:secret@127.0.0.1:{port}/0"
 
 
 def url_of(server: EmbeddedServer, user: str) -> str:
     """The server's URL for one of its users."""
-    return server.url.replace("redis://", f"redis://{user}:secret@")
+    return url_at(server.port, user)

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 
 import redis
 
-from headrace_broker.embedded import EmbeddedServer, free_port
+from headrace_broker.server.embedded import EmbeddedServer, free_port
 from service.servers import PROGRAM, make_server
 
 MASTER: Final = "mill"

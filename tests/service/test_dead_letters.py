@@ -7,15 +7,15 @@ import pytest
 import redis
 from click.testing import CliRunner, Result
 
-from headrace_broker.client import Client
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.client.client import Client
 from headrace_broker.keys import engine_losses_key, listener_key, queue_lists, queue_name, result_key, stream_key
-from headrace_broker.leases import Leases
-from headrace_broker.listeners import Listeners
-from headrace_broker.reasons import DeadLetterReason
+from headrace_broker.queue.leases import Leases
 from headrace_broker.results import ErrorInfo
-from headrace_broker.streams import StreamWriter
-from headrace_workers.cli.dead import dead_letters
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_broker.streams.listeners import Listeners
+from headrace_broker.streams.writer import StreamWriter
+from headrace_cli.commands.dead import dead_letters
+from headrace_wire.codes import DeadLetterReason
 
 MODEL = "m"
 
@@ -76,7 +76,7 @@ def test_a_copy_of_a_queued_or_running_message_is_not_requeued_and_its_stream_st
     [message] = leases.fetch(lists, 1)
     StreamWriter(redis_client, 60).claim("a", "w")
     if not is_taken:
-        leases.release(message.lease_id)
+        leases.requeue(message.lease_id)
     letters = client.dead_letters()
     assert [letter.reason for letter in letters] == ["duplicate"]
     assert client.requeue_dead_letters(letters) == []

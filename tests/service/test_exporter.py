@@ -15,15 +15,15 @@ import pytest
 import redis
 from prometheus_client.parser import text_string_to_metric_families
 
-from headrace_broker.client import Client
-from headrace_broker.connections import connect
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.client.client import Client
 from headrace_broker.keys import queue_lists, queue_name
-from headrace_broker.leases import Leases
-from headrace_broker.reasons import DeadLetterReason
-from headrace_broker.registry import register_model
+from headrace_broker.models.registry import register_model
+from headrace_broker.queue.leases import Leases
+from headrace_broker.server.connections import connect
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_cli.exporter import MAX_MODELS, Exporter
 from headrace_monitoring.exposition import ExpositionFormat
-from headrace_workers.exporter import MAX_MODELS, Exporter
+from headrace_wire.codes import DeadLetterReason
 from service.servers import make_server
 from unit.monitoring.scrape import calls_by_the_standard_writer
 
@@ -88,6 +88,15 @@ def test_a_server_that_may_evict_keys_is_logged_once_and_exported(caplog: pytest
         assert "set it to noeviction" in caplog.text
 
 
+def test_messages_of_producers_with_another_separator_are_counted(redis_client: "redis.Redis") -> None:
+    register_model(redis_client, "one", max_model_len=100, worker="gone", seen=1234.0)
+    for key in ("headrace.one:3", "headrace.one:3", "headrace.one:9"):
+        redis_client.lpush(key, "{}")
+    exporter = Exporter(redis_client, port=0)
+    exporter.poll()
+    assert value(exporter, "headrace_queue_unread_messages", model="one", queue="headrace.one") == 3
+
+
 def test_a_model_that_no_worker_has_served_yet_can_be_given(redis_client: "redis.Redis") -> None:
     exporter = Exporter(redis_client, models=["new"], port=0)
     exporter.poll()
@@ -127,12 +136,22 @@ def test_the_number_of_series_is_bounded_for_any_number_of_registered_models(
     assert value(exporter, "headrace_queue_messages", model=f"model-{MAX_MODELS + 4}", state="ready") == 0
     text = exporter.exposition.exposition().decode()
     assert 'model="model-4"' not in text  # the models last seen longest ago are left out
-    # 3 states, 4 priorities, 10 reasons, age, run-out leases, last seen, blocked: what docs/monitoring.md states
-    assert sum('model="' in line for line in text.splitlines()) == 21 * MAX_MODELS
+    # 3 states, 4 priorities, 10 reasons, age, run out, unread, last seen, blocked: what docs/monitoring.md states
+    assert sum('model="' in line for line in text.splitlines()) == 22 * MAX_MODELS
+
+
+def test_an_exporter_with_a_wrong_password_is_not_ready_and_says_so(redis_server: EmbeddedServer) -> None:
+    with connect(redis_server.url.replace("//", "//exporter:wrong@")) as client:
+        exporter = Exporter(client, port=0)
+        with exporter.server:
+            exporter.poll()
+            with pytest.raises(urllib.error.HTTPError, match="503") as refused:
+                urllib.request.urlopen(f"{exporter.server.url}/health/ready", timeout=60)
+            assert b"Redis could not be read: invalid username-password pair" in refused.value.read()
 
 
 def test_the_command_serves_polls_and_ends_on_sigterm(redis_server: EmbeddedServer, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "exporter", "--port", "0"]
+    command = [sys.executable, "-c", "from headrace_cli.main import main; main()", "exporter", "--port", "0"]
     environ = os.environ | {"HEADRACE_REDIS_URL": redis_server.url}
     log = tmp_path / "log"
     with log.open("wb") as output:

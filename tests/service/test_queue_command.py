@@ -9,13 +9,13 @@ import redis
 from celery import Celery
 from click.testing import CliRunner, Result
 
-from headrace_broker.client import Client
-from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.errors import RequestFailedError
+from headrace_broker.client.client import Client
 from headrace_broker.keys import DEAD_LETTERS_KEY, LEASE_META_KEY, queue_lists, queue_name, result_key
-from headrace_broker.leases import Leases
-from headrace_broker.registry import register_model
-from headrace_workers.cli.queue import queue
+from headrace_broker.models.registry import register_model
+from headrace_broker.queue.leases import Leases
+from headrace_broker.results import RequestFailedError
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_cli.commands.queue import queue
 
 MODEL = "m"
 LISTS = queue_lists(queue_name(MODEL))
@@ -162,3 +162,27 @@ def test_a_queue_that_cannot_be_served_is_listed_with_its_problem(
     assert "WRONGTYPE" in str(run(redis_server, "purge", MODEL, "--yes").exception)
     redis_client.rename("kept", LEASE_META_KEY)
     assert shown(redis_server)["waiting"] == 6
+
+
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [
+        ({"sep": ":"}, "headrace.m:3"),
+        ({"sep": "--"}, "headrace.m--3"),
+        ({"global_keyprefix": "team:"}, "team:headrace.m\x06\x163"),
+    ],
+)
+def test_lists_that_a_setting_of_a_producer_hides_from_the_workers_are_listed(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", option: dict[str, str], key: str
+) -> None:
+    register_model(redis_client, MODEL, max_model_len=9, worker="w", seen=5.0)
+    register_model(redis_client, "m:9", max_model_len=9, worker="w", seen=5.0)
+    for options, queues in (option, [MODEL]), ({}, [MODEL, "m:9", "m-3"]):
+        app = Celery("producer", broker=redis_server.url, set_as_current=False)
+        app.conf.broker_transport_options = options
+        for name in queues:
+            app.send_task("headrace.generate", kwargs={"prompt": "x"}, queue=queue_name(name), priority=4)
+    found = json.loads(run(redis_server, "list", "--model", MODEL, "--json").output)
+    assert found[0]["unread"] == {key: 1}
+    listed = run(redis_server, "list")
+    assert f"no worker reads the list {key!r}, which has 1 message(s)" in listed.output

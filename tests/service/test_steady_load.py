@@ -5,11 +5,11 @@ import json
 import pytest
 import redis
 
-from headrace_broker.client import Client
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.client.client import Client
 from headrace_broker.keys import queue_lists, queue_name
-from headrace_broker.registry import register_model
-from headrace_workers.steady_load import TENANTS, SteadyLoad
+from headrace_broker.models.registry import register_model
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_cli.demo.steady_load import TENANTS, SteadyLoad
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from headrace_workers.cli.main import _headrace
+from headrace_cli.main import _headrace
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]

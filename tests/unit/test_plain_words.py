@@ -38,3 +38,9 @@ def test_prose_is_looked_at_and_code_is_not(plain_words: ModuleType, tmp_path: P
         '"""Whoever asks.\n\nGives the news.\n"""\nbury = ":bell"  # a strike\nlog.info(f"{bury} is in debt")\nbury()\n'
     )
     assert sorted(found(plain_words, module)) == [(1, "Whoever"), (3, "news"), (5, "strike"), (6, "debt")]
+    script = tmp_path / "script.lua"
+    script.write_text("-- The bell.\nlocal key = 'bell' -- rings\nreturn bell\n")
+    assert found(plain_words, script) == [(1, "bell")]
+    source = tmp_path / "source.c"
+    source.write_text("/* One\n   flavour */\nint bell; // whoever\n")
+    assert found(plain_words, source) == [(2, "flavour"), (3, "whoever")]

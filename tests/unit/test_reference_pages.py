@@ -26,16 +26,19 @@ def test_the_pages_are_those_of_the_code(generate: ModuleType) -> None:
 
 
 def test_a_changed_and_a_missing_page_are_stale(generate: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "reference").mkdir()
     for name, text in generate.pages().items():
         (tmp_path / name).write_text(text)
     assert generate.stale(tmp_path) == []
-    (tmp_path / "cli.md").write_text((tmp_path / "cli.md").read_text().replace("--max-num-seqs", "--max-seqs"))
-    (tmp_path / "errors.md").unlink()
-    assert generate.stale(tmp_path) == ["cli.md", "errors.md"]
+    cli = tmp_path / "reference/cli.md"
+    cli.write_text(cli.read_text().replace("--max-num-seqs", "--max-seqs"))
+    (tmp_path / "reference/errors.md").unlink()
+    assert generate.stale(tmp_path) == ["reference/cli.md", "reference/errors.md"]
 
 
 def test_every_page_of_the_folder_is_generated(generate: ModuleType) -> None:
-    assert {path.name for path in _PATH.parent.glob("*.md")} == {*generate.pages(), "index.md"}
+    found = {f"reference/{path.name}" for path in _PATH.parent.glob("*.md")}
+    assert found == {*generate.pages(), "reference/index.md"} - {"openapi.json"}
 
 
 def test_no_page_depends_on_the_environment(generate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,5 +49,9 @@ def test_no_page_depends_on_the_environment(generate: ModuleType, monkeypatch: p
 
 def test_every_setting_metric_and_parameter_says_what_it_means(generate: ModuleType) -> None:
     pages = generate.pages()
-    rows = [line for name in ("settings.md", "metrics.md", "sampling-params.md") for line in pages[name].splitlines()]
+    rows = [
+        line
+        for name in ("settings", "metrics", "sampling-params")
+        for line in pages[f"reference/{name}.md"].splitlines()
+    ]
     assert [row for row in rows if row.startswith("| `") and row.endswith("|  |")] == []

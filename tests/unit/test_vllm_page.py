@@ -12,7 +12,7 @@ from vllm_api import page as vllm_page
 
 
 def test_the_page_is_what_the_signatures_say() -> None:
-    assert vllm_page.PAGE.read_text() == vllm_page.page(), "write it anew: cd tests && python -m vllm_api"
+    assert vllm_page.PAGE.read_text() == vllm_page.page(), "write it again: cd tests && python -m vllm_api"
 
 
 def test_a_name_that_nobody_classified_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,4 +32,4 @@ def test_a_name_that_nobody_classified_is_found(tmp_path: Path, monkeypatch: pyt
 
 def test_every_value_that_changes_nothing_is_of_an_option_that_is_not_here() -> None:
     for name in " ".join(vllm_names._CHANGING_NOTHING).split():
-        assert vllm_names.instead_of("EngineArgs", name), name
+        assert vllm_names.is_vllms("EngineArgs", name), name

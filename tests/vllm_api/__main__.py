@@ -1,4 +1,4 @@
-"""`cd tests && python -m vllm_api`: write docs/vllm.md anew."""
+"""`cd tests && python -m vllm_api`: write docs/vllm.md."""
 
 from vllm_api.page import PAGE, page
 

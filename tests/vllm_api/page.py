@@ -1,7 +1,7 @@
 """docs/vllm.md, made of vLLM's public signatures and of ours.
 
 `signatures.json` holds the names of vLLM's classes, their fields, methods and arguments. Every one of them is either
-here, or has a sentence in `headrace_engine.vllm_names`.
+here, or in the tables of `headrace_engine.vllm_names`.
 """
 
 import inspect
@@ -11,9 +11,11 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from headrace_engine import async_llm, beam_search, engine_args, llm, llm_engine, lora_request, outputs, sampling_params
-from headrace_engine import structured_outputs_params as structured
-from headrace_engine.vllm_names import RENAMED, WITHOUT_EFFECT, instead_of
+from headrace_engine.api import async_llm, beam_search, llm, llm_engine
+from headrace_engine.options import engine_args
+from headrace_engine.requests import lora_request, outputs, sampling_params
+from headrace_engine.requests import structured_outputs_params as structured
+from headrace_engine.vllm_names import RENAMED, WITHOUT_EFFECT, is_vllms
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "vllm.md"
 _SIGNATURES: Final = Path(__file__).with_name("signatures.json")
@@ -37,8 +39,8 @@ _INTRODUCTION: Final = """\
 # For users of vLLM
 
 The engine has the shapes, names and meanings of vLLM's Python interface: change the import, and the program runs, or
-fails with an error that names the missing part and its replacement. An option that is not here is accepted with the
-value that changes nothing, such as `pipeline_parallel_size=1`.
+fails with an error that names the missing part. An option that is not here is accepted with the value that changes
+nothing, such as `pipeline_parallel_size=1`.
 
 ```python
 from headrace_engine import LLM, SamplingParams  # from vllm import LLM, SamplingParams
@@ -49,23 +51,46 @@ llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0.7,
 
 Other differences:
 
-- Without `seed` each run draws anew; vLLM's default is `seed=0`. With a seed, in the request or the engine, the same
-  tokens are drawn whatever else is in the batch ([determinism.md](determinism.md)).
+- Without `seed` each run gives other tokens; vLLM's default is `seed=0`. With a seed, in the request or the engine,
+  a request has the same tokens in any batch ([determinism.md](determinism.md)).
 - [sampling.md](sampling.md) lists the parameters that differ in their meaning or limits.
 - Errors are those of `headrace_engine.errors`: `InvalidRequestError` and `ConfigError` are `ValueError`s, as in vLLM.
 - `AsyncLLMEngine.shutdown()` may be called as in vLLM, or awaited: streams end when it is awaited.
 - The chat template gets `tool_calls` of messages as in vLLM. Those in outputs are text.
 - `max_model_len=-1` takes as much of the model's context as the KV memory holds.
 - `RequestOutput.metrics` and `get_metrics` need no `disable_log_stats=False`. The classes of metrics are in
-  `headrace_engine.engine_metrics`; their names begin with `vllm:`, as in vLLM.
+  `headrace_engine.api.metrics`; their names begin with `vllm:`, as in vLLM.
 - The default model, `LLM("smollm2-135m-instruct")`, needs no hub.
+
+| not here | instead |
+|---|---|
+| `gpu_memory_utilization`, `cpu_offload_gb`, `swap_space` | `kv_cache_memory`, the bytes of KV memory |
+| `pipeline_parallel_size`, `data_parallel_size`, `nnodes` and the like | more workers on one queue |
+| `compilation_config`, `cudagraph_*` | `attention_backend`, `enforce_eager`, `batch_invariant` |
+| options of the scheduler | `scheduling_policy`, `max_num_batched_tokens`, `long_prefill_token_threshold` |
+| `best_of`, `use_beam_search` | `n`, `LLM.beam_search` |
+| `guided_decoding`, `structural_tag` | `structured_outputs`; a `grammar` can hold text between forms |
+| `SamplingParams.logits_processors` | `logits_processors` of the engine, and their values in `extra_args` |
+| `thinking_token_budget` | `max_tokens` |
+| `truncate_prompt_tokens`, `tokenization_kwargs` | a prompt of `prompt_token_ids` |
+| `reasoning_parser` and parsers of tool calls | the text is returned as the model wrote it; the gateway parses it |
+| `hf_overrides`, `rope_*` | edit `config.json` in the model's folder |
+| `download_dir`, `hf_token` | a folder, or `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE` in the environment |
+| `served_model_name` | `headrace worker --served-model-name` |
+| `sleep`, `wake_up`, updates of weights | `close()`, and a new engine |
+| `enqueue`, `wait_for_completion` | `LLMEngine.add_request` and `step` |
+| `pause_generation`, `resume_generation` | `drain`, or `abort` |
+| `model_config`, `vllm_config` | `llm_engine.model_info` |
+| `start_profile`, `stop_profile` | a profiler such as py-spy or torch.profiler |
+| `stat_loggers`, `do_log_stats` | `get_metrics`; [monitoring.md](monitoring.md) for the service |
+| `encode`, `embed`, `classify`, `score`, images, audio, video | none: only text is generated |
 
 Below is every public name of vLLM {version}, class by class. This page is generated: `cd tests && python -m vllm_api`.
 """
 
 
 class Unclassified(Exception):
-    """Names of vLLM's that are neither here nor have a sentence."""
+    """Names of vLLM that are neither here nor in the tables."""
 
 
 def page() -> str:
@@ -89,7 +114,7 @@ class _Section:
         self.here: list[str] = []
         self.renamed: list[str] = []
         self.without_effect: list[str] = []
-        self.instead: dict[str, list[str]] = {}
+        self.missing: list[str] = []
         self.unclassified: list[str] = []
         for field in theirs["fields"]:
             self._classify(field, field in _fields_of(self._ours) or hasattr(self._ours, field))
@@ -105,15 +130,14 @@ class _Section:
         self.beyond = [name for name in _public_names(self._ours) if name not in listed]
 
     def _classify(self, name: str, is_here: bool) -> None:
-        sentence = instead_of(self._name, name)
         if name in RENAMED:
             self.renamed.append(f"`{name}` (also `{RENAMED[name]}`)")
         elif name in WITHOUT_EFFECT.get(self._name, ()):
             self.without_effect.append(f"`{name}`")
         elif is_here:
             self.here.append(f"`{name}`")
-        elif sentence:
-            self.instead.setdefault(sentence, []).append(f"`{name}`")
+        elif is_vllms(self._name, name):
+            self.missing.append(f"`{name}`")
         else:
             self.unclassified.append(f"{self._name}.{name}")
 
@@ -123,9 +147,8 @@ class _Section:
             return
         ours = inspect.signature(function).parameters
         for argument in arguments:
-            sentence = instead_of("arguments", argument)
-            if sentence:
-                self.instead.setdefault(sentence, []).append(f"`{method}({argument})`")
+            if is_vllms("arguments", argument):
+                self.missing.append(f"`{method}({argument})`")
             elif argument not in ours and "chat_options" not in ours:
                 self.unclassified.append(f"{self._name}.{method}({argument})")
 
@@ -134,15 +157,12 @@ class _Section:
         for title, names in (
             ("Here", self.here),
             ("Here by two names", self.renamed),
-            ("Taken, without effect", self.without_effect),
+            ("Accepted, without effect", self.without_effect),
             ("Beyond vLLM", [f"`{name}`" for name in self.beyond]),
+            ("Not here", self.missing),
         ):
             if names:
                 lines.append(f"{title}: {', '.join(names)}.\n")
-        if self.instead:
-            lines += ["| not here | instead |", "|---|---|"]
-            lines += [f"| {', '.join(names)} | {sentence} |" for sentence, names in self.instead.items()]
-            lines.append("")
         return "\n".join(lines)
 
 

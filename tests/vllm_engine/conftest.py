@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace_engine import default_model
+from headrace_engine.checkpoints import default_model
 from headrace_engine.errors import ModelFetchError
 from vllm_engine.driven_engine import DrivenEngine
 

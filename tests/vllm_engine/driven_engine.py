@@ -9,10 +9,10 @@ from typing import Any
 
 from headrace_engine.core.outputs import EngineCoreOutput, StepStats
 from headrace_engine.core.process import EngineCoreProcess
-from headrace_engine.engine_args import EngineArgs
-from headrace_engine.request import EngineCoreRequest, FinishReason
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.request import EngineCoreRequest, FinishReason
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.contracts import TokenLogprobs
-from headrace_engine.sampling_params import SamplingParams
 
 READY_SECONDS = 300.0
 

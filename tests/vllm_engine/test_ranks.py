@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from headrace_engine.errors import EngineDeadError
-from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.requests.sampling_params import SamplingParams
 from vllm_engine.conftest import BENCHMARKS
 from vllm_engine.driven_engine import Case, DrivenEngine
 

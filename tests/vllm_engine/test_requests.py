@@ -7,11 +7,12 @@ import re
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from headrace_engine.errors import LoRAError
-from headrace_engine.lora_request import LoRARequest
-from headrace_engine.request import FinishReason
-from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.requests.lora_request import LoRARequest
+from headrace_engine.requests.request import FinishReason
+from headrace_engine.requests.sampling_params import SamplingParams
 from vllm_engine.driven_engine import Case, DrivenEngine
 
 PROMPT = [504, 3575, 282, 4649, 314]
@@ -48,6 +49,26 @@ def test_a_form_that_cannot_be_compiled_is_refused_and_the_engine_lives(
     )
     assert refused.finish_reason is FinishReason.ERROR and refused.error
     assert len(served.tokens) == 8
+
+
+@pytest.mark.parametrize("structured", [{"json": {"enum": ["four"]}}, {"regex": '"four"'}, {"choice": ['"four"']}])
+def test_a_grammar_begins_after_the_thought_that_the_prompt_has_opened(
+    engine: DrivenEngine, structured: dict[str, Any]
+) -> None:
+    tokenizer = Tokenizer.from_str(engine.call("tokenizer")["tokenizer_json"])
+    prompt = tokenizer.encode("Two and two is <think>\n").ids
+    thought = tokenizer.encode("Let me see.</think>\n").ids
+    asked = {"structured_outputs": structured, "ignore_eos": False}
+    thinking, resumed, free = engine.run(
+        [
+            Case(prompt, greedy(**asked)),
+            Case(prompt, greedy(**asked, max_tokens=40), emitted=thought),
+            Case(prompt, greedy(ignore_eos=False)),
+        ]
+    )
+    assert thinking.tokens == free.tokens
+    assert tokenizer.decode(resumed.tokens).strip() == '"four"'
+    assert resumed.finish_reason is FinishReason.STOP
 
 
 def test_rules_that_leave_no_token_end_the_request_alone_and_say_so(engine: DrivenEngine) -> None:

@@ -1,4 +1,4 @@
-"""A request that is cut at any place and goes on behind its emitted tokens ends as it would have ended whole."""
+"""A request that is cut at any place and continues after its emitted tokens ends as it would have ended whole."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.request import FinishReason
-from headrace_engine.sampling_params import RepetitionDetectionParams, SamplingParams
+from headrace_engine.requests.request import FinishReason
+from headrace_engine.requests.sampling_params import RepetitionDetectionParams, SamplingParams
 from vllm_engine.driven_engine import Answer, Case, DrivenEngine
 
 TOKENS = 40

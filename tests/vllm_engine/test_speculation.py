@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.requests.sampling_params import SamplingParams
 from vllm_engine.conftest import BENCHMARKS
 from vllm_engine.driven_engine import Case, DrivenEngine
 

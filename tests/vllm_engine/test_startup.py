@@ -1,4 +1,4 @@
-"""What keeps the engine from starting is told in a sentence, as what no retry can mend."""
+"""What keeps the engine from starting is reported in a sentence, as what no retry can mend."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_adapters_on_a_cpu_are_refused_where_they_leak_into_other_requests(
     draws = engine.process.capabilities.draws
     if engine.info.device != "cpu" or draws is None or draws >= "vllm-0.33":
         pytest.skip("this vLLM keeps them apart")
-    with pytest.raises(ConfigError, match="the weights of one"):
+    with pytest.raises(ConfigError, match="applies an adapter to requests without one"):
         DrivenEngine(**options, enable_lora=True)
 
 

@@ -3,22 +3,21 @@
 import logging
 import os
 import sys
-import time
 from typing import Any
 
 from celery import Celery
-from celery.signals import setup_logging
+from celery.signals import celeryd_after_setup, setup_logging
 
-import headrace_workers.remote_control  # noqa: F401  # registers Celery's commands
+import headrace_workers.celery.commands  # noqa: F401  # registers Celery's commands
 from headrace_broker.app import make_app
 from headrace_monitoring.logging import configure_logging
-from headrace_workers.bootsteps import EngineConsumerStep, EngineStep
-from headrace_workers.connection import WorkerAMQP
-from headrace_workers.control_messages import WorkerControl
+from headrace_workers.celery.bootsteps import EngineConsumerStep, EngineStep
+from headrace_workers.celery.connection import WorkerAMQP
+from headrace_workers.celery.control_messages import WorkerControl
+from headrace_workers.celery.result_backend import BACKENDS
+from headrace_workers.celery.task import GenerateTask
 from headrace_workers.errors import WorkerSettingsError
-from headrace_workers.result_backend import BACKENDS
 from headrace_workers.settings import WorkerSettings
-from headrace_workers.task import GenerateTask
 
 
 def create_app(settings: WorkerSettings) -> Celery:
@@ -28,16 +27,14 @@ def create_app(settings: WorkerSettings) -> Celery:
         WorkerSettingsError: the broker's settings are invalid.
     """
     app = make_app(settings.broker(), worker=True, models=settings.served_names)
-    app.worker_settings = settings
     app.amqp_cls = WorkerAMQP
     app.control_cls = WorkerControl
     app.loader.override_backends = BACKENDS
-    app.while_disconnected = time.sleep
     # The engine is this process's child: a forking pool would break it, and tasks take no slot of the pool anyway.
     app.conf.update(worker_pool="solo", worker_concurrency=1, worker_enable_remote_control=True)
     app.conf.worker_disable_rate_limits = True  # a limit would hold leased messages in a queue of Celery's
-    app.conf.worker_consumer = "headrace_workers.consumer:EngineConsumer"
-    app.register_task(GenerateTask())
+    app.conf.worker_consumer = "headrace_workers.celery.consumer:EngineConsumer"
+    app.register_task(GenerateTask(settings))
     # Celery's own tasks run and publish anything that their arguments name, with this worker's rights, on its thread.
     for name in [name for name in app.tasks if name.startswith("celery.")]:
         app.tasks.unregister(name)
@@ -46,12 +43,18 @@ def create_app(settings: WorkerSettings) -> Celery:
 
     def configure(*, logfile: str | None = None, colorize: bool | None = None, **_: Any) -> None:
         # Celery's own --logfile and --no-color
-        configure_logging(settings.log_level, settings.log_json, file=logfile, colours=colorize is not False)
+        if configure_logging(settings.log_level, settings.log_json, file=logfile, colours=colorize is not False):
+            # Celery writes its banner and "Warm shutdown" there, past the log. None is a value that Python allows.
+            sys.__stdout__ = None  # type: ignore[misc]
         logging.getLogger("celery.app.trace").setLevel(logging.WARNING)  # it repeats our log line of each request
         # transformers warns on stderr, outside the log, if torch is missing; a worker of another engine needs no torch
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
+    def configure_banner(instance: Any, **_: Any) -> None:
+        instance.quiet = instance.quiet or sys.__stdout__ is None
+
     setup_logging.connect(configure, weak=False)
+    celeryd_after_setup.connect(configure_banner, weak=False)
     return app
 
 

@@ -10,20 +10,27 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from headrace_broker.errors import SettingsError
-from headrace_broker.messages import name_problems
 from headrace_broker.settings import BrokerSettings
-from headrace_engine import default_model
-from headrace_engine.config import EngineConfig
-from headrace_engine.engine_args import EngineArgs
-from headrace_engine.engine_options import EngineOptions
-from headrace_engine.engines import find_engine
-from headrace_engine.logits_processor import load_logits_processors
-from headrace_engine.option import changed, option, options_of
+from headrace_engine.checkpoints import default_model
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.options.engine_options import EngineOptions
+from headrace_engine.options.engines import find_engine
+from headrace_engine.options.logits_processor import load_logits_processors
 from headrace_monitoring.labels import MAX_TENANTS, NO_TENANT, OTHER
-from headrace_workers import environment
-from headrace_workers.adapters import Adapters
-from headrace_workers.answer_formats import AUTO, HARMONY, NONE, REASONING_FORMATS, TOOL_FORMATS, are_compatible
+from headrace_wire import environment
+from headrace_wire.option import changed, option, options_of
+from headrace_wire.request import name_problems
+from headrace_workers.engine_link.adapters import Adapters
 from headrace_workers.errors import WorkerSettingsError
+from headrace_workers.preparation.answer_formats import (
+    AUTO,
+    HARMONY,
+    NONE,
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    are_compatible,
+)
 
 STALL_SECONDS = 60.0
 """The limit for an engine that has none of its own."""
@@ -145,29 +152,30 @@ class WorkerSettings(EngineOptions):
         """Read the settings. Raises WorkerSettingsError, which names every invalid variable."""
         values, problems = environment.read(SETTINGS, environ)
         if "model" not in values:
-            problems.append("HEADRACE_MODEL: must be a model folder or a hub name, and is not set")
+            problems.append("HEADRACE_MODEL must be a model folder or a hub name, and is not set")
         settings = cls(**values)
-        problems += [f"HEADRACE_{name.upper()}: {problem}" for name, problem in settings._invalid_names()]
+        problems += settings._invalid_names()
         if problems:
             raise WorkerSettingsError("; ".join(problems))
         return settings
 
-    def _invalid_names(self) -> Iterator[tuple[str, str]]:
-        """Return (setting, problem) for each setting with an invalid name."""
+    def _invalid_names(self) -> Iterator[str]:
+        """Return a sentence for each setting with an invalid name."""
         for name in environment.names(self.queues):
-            yield from (("queues", problem) for problem in name_problems("each", name))
+            yield from name_problems("HEADRACE_QUEUES", name)
         for setting, formats in (("tool_parser", TOOL_FORMATS), ("reasoning_parser", REASONING_FORMATS)):
             value = getattr(self, setting)
             if value not in (AUTO, NONE, *formats):
-                yield setting, f"must be {AUTO}, {NONE} or one of {', '.join(formats)}, got {value!r}"
+                yield f"HEADRACE_{setting.upper()} must be {AUTO}, {NONE} or one of {', '.join(formats)}, got {value!r}"
         if self.reasoning_parser in REASONING_FORMATS and not are_compatible(self.tool_parser, self.reasoning_parser):
             allowed = f"{HARMONY}, {AUTO} or {NONE} if HEADRACE_TOOL_PARSER is {HARMONY}"
-            yield "reasoning_parser", f"must be {allowed}, got {self.reasoning_parser!r}"
+            yield f"HEADRACE_REASONING_PARSER must be {allowed}, got {self.reasoning_parser!r}"
         tenants = self.tenant_names
-        if reserved := sorted({OTHER, NO_TENANT} & set(tenants)):
-            yield "tenants", f"{', '.join(reserved)} cannot be the name of a tenant, got {self.tenants!r}"
+        reserved = sorted({OTHER, NO_TENANT} & set(tenants))
+        if reserved:
+            yield f"HEADRACE_TENANTS must not name {' and '.join(reserved)}, got {self.tenants!r}"
         if len(set(tenants)) != len(tenants) or len(tenants) > MAX_TENANTS:
-            yield "tenants", f"must be at most {MAX_TENANTS} different names, got {len(tenants)}"
+            yield f"HEADRACE_TENANTS must be at most {MAX_TENANTS} different names, got {len(tenants)}"
 
     @property
     def tenant_names(self) -> tuple[str, ...]:
@@ -205,7 +213,7 @@ class WorkerSettings(EngineOptions):
         most = self.max_cpu_loras if self.max_cpu_loras is not None else max(self.max_loras, len(adapters.names))
         options: dict[str, Any] = {found.name: getattr(self, found.name) for found in options_of(EngineOptions)}
         options |= {
-            "model": str(default_model.resolve(self.model, self.dtype)),
+            "model": str(default_model.resolve(self.model, self.dtype, self.engine_python)),
             "speculative_config": self._speculative_config(),
             "logits_processors": load_logits_processors(self.logits_processors),
             "scheduling_policy": "priority",
@@ -231,8 +239,10 @@ class WorkerSettings(EngineOptions):
         config = self.speculative_config
         if config is None or not isinstance(config.get("model"), str):
             return config
-        return {**config, "model": str(default_model.resolve(config["model"], self.dtype))}
+        return {**config, "model": str(default_model.resolve(config["model"], self.dtype, self.engine_python))}
 
 
 SETTINGS: Final = tuple(found for found in options_of(WorkerSettings) if found.name not in NOT_SETTINGS)
 """All settings of a worker, in the order of the reference."""
+QUEUE_SETTINGS: Final = tuple(found for found in options_of(BrokerSettings) if found.name != "max_queued_requests")
+"""The settings of the queue that a worker reads. Clients alone read max_queued_requests."""

@@ -1,5 +1,6 @@
 -- Binds an idempotency key to the first request that has it.
 -- KEYS: IDEMPOTENCY
+-- RIGHTS: IDEMPOTENCY
 -- ARGV: request, fingerprint, seconds
 -- Returns {request id, fingerprint, sent} of the first request. sent is '1' if it is known to be in its queue.
 local known = redis.call('HMGET', IDEMPOTENCY, 'request_id', 'fingerprint', 'sent')

@@ -1,6 +1,7 @@
--- Finds keys of the wrong type before a script writes. Redis does not undo the writes of a script that fails midway, so
--- the message that it moves would be lost. A key that does not exist is valid. Each key is checked once a call. For other
--- reasons (no memory, a replica, a full disk) Redis refuses the first write of a script, and never a later one.
+-- Finds keys of the wrong type before a script writes. Redis does not undo the writes of a script that fails midway. A
+-- key that does not exist is valid. Each key is checked once a call. Missing rights are found by the check that the line
+-- `RIGHTS` of a script asks for. For other reasons (no memory, a replica, a full disk) Redis refuses the first write of a
+-- script, and never a later one.
 
 local kinds = {}
 

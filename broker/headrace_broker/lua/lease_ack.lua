@@ -4,9 +4,9 @@
 tokens = tonumber(tokens)
 if not owned_list(id, owner) then return 0 end
 local record = record_of(id)
-revoke(id)
 forget(id)
 redis.call('HDEL', LEASE_DELIVERIES, id)
--- a problem of the level must not prevent the acknowledgement; the cost is then not charged
-if record and tokens and not problem_of_level(record.level) then settle(record, tokens) end
+revoke(id)
+-- a problem of the list must not prevent the acknowledgement; the cost is then not charged
+if record and tokens and not problem_of_list(record.level) then charge_actual(record, tokens) end
 return 1

@@ -7,8 +7,10 @@ if not list then return false end
 local body = redis.call('HGET', LEASE_BODIES, id)
 local deliveries = number_in(redis.call('HGET', LEASE_DELIVERIES, id), 0)
 local record = record_of(id)
-revoke(id)
+-- A server out of memory refuses a script whose first write may need more, so the first one removes nothing.
+redis.call('ZREM', LEASES, '')
+dead_letter(body, list, deliveries, reason)
 forget(id)
 redis.call('HDEL', LEASE_DELIVERIES, id)
-dead_letter(body, list, deliveries, reason)
+revoke(id)
 return {list, body, deliveries, record and record.request or ''}

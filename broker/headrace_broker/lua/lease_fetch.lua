@@ -1,18 +1,20 @@
 -- Sorts new messages, then takes messages in fair order and leases them, in one atomic script, so that each message is
 -- always either in the queue or leased.
 -- KEYS: LIST[]
--- ARGV: count, owner, lease_seconds, delivery_limit, packed_policy, mode, num_lists
+-- ARGV: count, owner, lease_seconds, delivery_limit, packed_policy, mode, num_lists, num_split
 -- LIST: in the order in which they are served. packed_policy: msgpack map of weights, ageing_seconds, quota and, with
 -- affinity, the recent prefixes of this worker. mode: 'sort' to sort first, 'sort only' to lease nothing. num_lists: take
 -- only messages that arrived in that many of the first lists, not those that aged into them; '' for all lists.
+-- count: slots, one for each choice. A message with more choices than slots are left is taken only if it arrived in one of
+-- the first num_split lists, and is then the last one; '' for all lists.
 -- Returns {leased, dead, number of unsorted messages, the problem that blocks sorting or taking messages or ''}.
 -- leased: {{id, list, body, deliveries, the quota if the message exceeds it or 0, the request id bound to it or '',
--- microseconds that it has waited or '', the list of its level, how often it was preempted}, ...}.
+-- microseconds that it has waited or '', the list where it waited, how often it was preempted, its choices}, ...}.
 -- dead: {{list, body, deliveries, reason, the request id that was bound to it or ''}, ...}. With 'sort', while any message
 -- is unsorted, only those over their tenant's quota are leased. These come in addition to `count`.
 local wanted, seconds, limit = tonumber(count), tonumber(lease_seconds), tonumber(delivery_limit)
 local policy, is_to_sort = cmsgpack.unpack(packed_policy), mode ~= ''
-local lists_taken_from = tonumber(num_lists)
+local lists_taken_from, lists_split = tonumber(num_lists), tonumber(num_split)
 -- With num_lists: how many messages are read, in all and for each tenant, to find those that arrived in these lists.
 local reads_left, READS_OF_TENANT = 400, 32
 -- These limits keep the script short, however many messages are new.
@@ -45,6 +47,7 @@ end
 local function lease(id, record, body, deliveries, quota)
   leased[#leased + 1] = {
     id, record.list, body, deliveries, quota, record.request or '', waited(record), record.level, record.preempted or 0,
+    record.choices or 1,
   }
 end
 
@@ -134,9 +137,9 @@ local function deliver(id, record, body)
     grant(id, owner, record.list, seconds)
     return deliveries
   end
+  give_up(body, record.list, limit, DEAD_DELIVERY_LIMIT, record.request or select(3, tenant_of(body)))
   forget(id)
   redis.call('HDEL', LEASE_DELIVERIES, id)
-  give_up(body, record.list, limit, DEAD_DELIVERY_LIMIT, record.request or select(3, tenant_of(body)))
   return false
 end
 
@@ -154,14 +157,18 @@ local function sort(list)
   local waiting, delayed = waiting_key(queue_of(list)), delayed_tenants_key(queue_of(list))
   local since
   while sorts_left > 0 and bytes_left > 0 do
-    local body = redis.call('RPOP', list)
+    local body = redis.call('LINDEX', list, -1)
     if not body then return end
     sorts_left, bytes_left = sorts_left - 1, bytes_left - #body
     local id = #body <= LONGEST_MESSAGE and lease_id_of(body)
     local known = id and redis.call('HEXISTS', LEASE_BODIES, id) == 1
     local has_same_id = known and #body > HASHED_WHOLE and redis.call('HGET', LEASE_BODIES, id) ~= body
-    local tenant, prefix, request
-    if id and (has_same_id or not known) then tenant, prefix, request = tenant_of(body) end
+    if known and not has_same_id and is_orphan(id, list) then -- a script failed while it sorted this message
+      forget(id)
+      known = false
+    end
+    local tenant, prefix, request, choices
+    if id and (has_same_id or not known) then tenant, prefix, request, choices = tenant_of(body) end
     local first = has_same_id and id or request and holder_of(request)
     if not id then
       dead_letter_too_large(body, list)
@@ -172,22 +179,17 @@ local function sort(list)
       since = since and since + 1
         or math.max(microseconds, number_in(redis.call('ZREVRANGE', sorted_ids_key(list), 0, 0, 'WITHSCORES')[2], 0) + 1)
       local queued = tonumber(redis.call('ZSCORE', waiting, tenant))
-      -- counted under its own name, even if its message has to wait at the place of the tenant ''
+      -- counted under its own name, even if its message has to wait as one of the tenant ''
       local is_over = policy.quota > 0
         and (queued or 0) + (redis.call('ZSCORE', delayed, tenant) or 0) >= policy.quota
       if not queued and redis.call('ZCARD', waiting) >= MOST_TENANTS then tenant = '' end
       if has_problem(problem_of(tenant_ids_key(list, tenant), 'zset')) then tenant = '' end
-      if has_problem(problem_of(tenant_ids_key(list, tenant), 'zset')) then
-        redis.call('RPUSH', list, body)
-        return
-      end
+      if has_problem(problem_of(tenant_ids_key(list, tenant), 'zset')) then return end
       local record = {
         list = list, level = list, tenant = tenant, since = since, prefix = prefix, request = request, sorted = microseconds,
+        choices = choices,
       }
-      if is_over and mode == 'sort only' then -- a later fetch refuses it
-        redis.call('RPUSH', list, body)
-        return
-      end
+      if is_over and mode == 'sort only' then return end -- a later fetch refuses it
       redis.call('HSET', LEASE_BODIES, id, body)
       if request then redis.call('HSET', LEASE_REQUESTS, request, id) end
       if is_over then
@@ -197,17 +199,12 @@ local function sort(list)
         enter(id, record)
       end
     end
+    redis.call('LTRIM', list, 0, -2)
   end
 end
 
-local function is_waiting(id, list)
-  local record = record_of(id)
-  local ids = sorted_ids_key(record and record.level or list)
-  return problem_of(ids, 'zset') == nil and redis.call('ZSCORE', ids, id) ~= false
-end
-
 -- Removes ended leases from the sets of a list: keys were deleted by hand, or a worker of an earlier version, which does not
--- maintain these sets, ended them. A message that is then neither leased nor waiting is put back.
+-- maintain these sets, ended them. A message that is then neither leased nor waiting is returned.
 local function drop_stale(list)
   for _, leases in ipairs({held_key(list), delayed_key(list)}) do
     local expired = kind_of(leases) ~= 'none'
@@ -215,8 +212,8 @@ local function drop_stale(list)
     for _, id in ipairs(expired or {}) do
       local meta = redis.call('HGET', LEASE_META, id)
       local is_delayed = meta == 'delayed|' .. list
-      if not meta and redis.call('HEXISTS', LEASE_BODIES, id) == 1 and not is_waiting(id, list) then
-        if not has_problem(put_back(id, list)) then redis.call('ZREM', leases, id) end
+      if not meta and redis.call('HEXISTS', LEASE_BODIES, id) == 1 and is_orphan(id, list) then
+        if not has_problem(requeue(id, list)) then redis.call('ZREM', leases, id) end
       elseif not meta or list_of(meta) ~= list or is_delayed ~= (leases == delayed_key(list)) then
         redis.call('ZREM', leases, id)
       elseif not redis.call('ZSCORE', LEASES, id) then
@@ -226,28 +223,28 @@ local function drop_stale(list)
   end
 end
 
-local is_taken_from = {} -- by list
+local is_taken_from, may_split = {}, {} -- by list
 
--- Returns the record of a message that waits at the level.
-local function record_at(level, id)
-  local record = record_of(id, queue_of(level))
-  if record then record.level = level end
+-- Returns the record of a message that waits in the list.
+local function record_at(list, id)
+  local record = record_of(id, queue_of(list))
+  if record then record.level = list end
   return record
 end
 
--- Moves the messages that have waited for ageing_seconds to the next better level. Returns whether there were any.
-local function age(level, better)
-  if has_problem(problem_of_level(better)) then return false end
-  local step = policy.ageing_seconds * 1000000
-  local aged = redis.call('ZRANGEBYSCORE', sorted_ids_key(level), '-inf', microseconds - step, 'LIMIT', 0, ages_left)
+-- Moves the messages that have waited for ageing_seconds to the next better priority. Returns whether there were any.
+local function age(list, better)
+  if has_problem(problem_of_list(better)) then return false end
+  local ageing = policy.ageing_seconds * 1000000
+  local aged = redis.call('ZRANGEBYSCORE', sorted_ids_key(list), '-inf', microseconds - ageing, 'LIMIT', 0, ages_left)
   ages_left = ages_left - #aged
   for _, id in ipairs(aged) do
-    local record = record_at(level, id)
+    local record = record_at(list, id)
     if not record then -- keys were deleted by hand
-      unsort(id, level)
+      unsort(id, list)
     elseif not has_problem(problem_of(tenant_ids_key(better, record.tenant), 'zset')) then
       leave(id, record)
-      record.level, record.since, record.first = better, record.since + step, record.first or record.since
+      record.level, record.since, record.first = better, record.since + ageing, record.first or record.since
       keep(id, record)
       enter(id, record)
     end
@@ -263,79 +260,79 @@ local function is_held(record)
 end
 
 -- Returns the tenant's next message: its id, its record, and the id of the message that it skips, if any.
-local function choose(level, tenant)
-  local ids = redis.call('ZRANGE', tenant_ids_key(level, tenant), 0, held_prefixes and CANDIDATES - 1 or 0)
+local function choose(list, tenant)
+  local ids = redis.call('ZRANGE', tenant_ids_key(list, tenant), 0, held_prefixes and CANDIDATES - 1 or 0)
   local id = ids[1]
-  local record = id and record_at(level, id)
+  local record = id and record_at(list, id)
   if not record or not held_prefixes or is_held(record) or (record.skipped or 0) >= MOST_SKIPS then return id, record end
   for i = 2, #ids do
-    local other = record_at(level, ids[i])
+    local other = record_at(list, ids[i])
     if is_held(other) then return ids[i], other, id end
   end
   return id, record
 end
 
 -- Returns the id and the record of the tenant's next message that arrived in one of the lists to take from, or nothing.
-local function choose_of_lists(level, tenant)
+local function choose_of_lists(list, tenant)
   if reads_left <= 0 then return end
   local last = math.min(reads_left, READS_OF_TENANT) - 1
-  for _, id in ipairs(redis.call('ZRANGE', tenant_ids_key(level, tenant), 0, last)) do
+  for _, id in ipairs(redis.call('ZRANGE', tenant_ids_key(list, tenant), 0, last)) do
     reads_left = reads_left - 1
-    local record = record_at(level, id)
+    local record = record_at(list, id)
     if not record or is_taken_from[record.list] then return id, record end
   end
 end
 
-local function skip(level, id)
-  local record = record_at(level, id)
+local function skip(list, id)
+  local record = record_at(list, id)
   record.skipped = (record.skipped or 0) + 1
   keep(id, record)
 end
 
+-- Returns whether it was leased.
 local function take(id, record, start)
   local body = redis.call('HGET', LEASE_BODIES, id)
+  undelay(id, record)
+  local deliveries = body and deliver(id, record, body)
   leave(id, record)
-  if not body then
-    forget(id)
-    return
-  end
-  local deliveries = deliver(id, record, body)
+  if not body then forget(id) end
   if not deliveries then return end
   if held_prefixes and record.prefix then held_prefixes[record.prefix] = true end
   record.taken = microseconds
   charge(id, record, start, policy.weights[record.tenant] or 1)
   lease(id, record, body, deliveries, 0)
   reply_bytes_left = reply_bytes_left - #body
+  return true
 end
 
--- Sorts a level's messages again if its tenants are missing, because keys were deleted by hand.
-local function recover(level)
-  if redis.call('EXISTS', tenants_key(level)) == 1 then return end
-  local ids = redis.call('ZRANGE', sorted_ids_key(level), 0, 99)
-  for i = #ids, 1, -1 do unsort(ids[i], level) end
+-- Sorts a list's messages again if its tenants are missing, because keys were deleted by hand.
+local function recover(list)
+  if redis.call('EXISTS', tenants_key(list)) == 1 then return end
+  local ids = redis.call('ZRANGE', sorted_ids_key(list), 0, 99)
+  for i = #ids, 1, -1 do unsort(ids[i], list) end
 end
 
 -- Deletes the tenants' counts of a queue without sorted messages.
-local function recount(queue, levels)
+local function recount(queue, queue_lists)
   if kind_of(waiting_key(queue)) == 'none' then return end
-  for _, level in ipairs(levels) do
-    if redis.call('EXISTS', sorted_ids_key(level)) == 1 then return end
+  for _, list in ipairs(queue_lists) do
+    if redis.call('EXISTS', sorted_ids_key(list)) == 1 then return end
   end
   redis.call('DEL', waiting_key(queue))
 end
 
 -- An empty list needs no work, and no further checks of its keys.
-local lists, levels_of, in_use = {}, {}, {}
+local lists, lists_of, in_use = {}, {}, {}
 for i, list in ipairs(LIST) do
   local queue = queue_of(list)
   in_use[list] = kind_of(list) ~= 'none' or kind_of(sorted_ids_key(list)) ~= 'none' or kind_of(tenants_key(list)) ~= 'none'
   if not has_problem(problem_of(list, 'list') or problem_of(held_key(list), 'zset')
-      or problem_of(delayed_key(list), 'zset') or in_use[list] and problem_of_level(list) or nil) then
+      or problem_of(delayed_key(list), 'zset') or in_use[list] and problem_of_list(list) or nil) then
     drop_stale(list)
-    levels_of[queue] = levels_of[queue] or {}
-    table.insert(levels_of[queue], list)
+    lists_of[queue] = lists_of[queue] or {}
+    table.insert(lists_of[queue], list)
     lists[#lists + 1] = list
-    is_taken_from[list] = i <= (lists_taken_from or #LIST)
+    is_taken_from[list], may_split[list] = i <= (lists_taken_from or #LIST), i <= (lists_split or #LIST)
   end
 end
 
@@ -348,10 +345,10 @@ if is_to_sort then
       unsorted = unsorted + redis.call('LLEN', list)
     end
   end
-  for _, levels in pairs(levels_of) do
-    for i = #levels, 2, -1 do -- the worst level first, so that an old message takes all its steps at once
-      local is_to_age = policy.ageing_seconds > 0 and ages_left > 0 and in_use[levels[i]]
-      if is_to_age and age(levels[i], levels[i - 1]) then in_use[levels[i - 1]] = true end
+  for _, queue_lists in pairs(lists_of) do
+    for i = #queue_lists, 2, -1 do -- the worst priority first, so that an old message reaches the best one in one call
+      local is_to_age = policy.ageing_seconds > 0 and ages_left > 0 and in_use[queue_lists[i]]
+      if is_to_age and age(queue_lists[i], queue_lists[i - 1]) then in_use[queue_lists[i - 1]] = true end
     end
   end
 end
@@ -360,42 +357,43 @@ end
 if unsorted == 0 and bytes_left <= 0 and wanted > 0 then
   unsorted = 1
 elseif unsorted == 0 then
-  local tries_left = wanted + 100
-  for _, level in ipairs(lists) do
-    local num_blocked = 0 -- tenants without a message to take; they stay in their places, before all others
-    if not is_taken_from[level] then break end
-    while in_use[level] and #leased - num_refused < wanted and tries_left > 0 and reply_bytes_left > 0 do
-      local least = redis.call('ZRANGE', tenants_key(level), num_blocked, num_blocked, 'WITHSCORES')
+  local tries_left, slots_left = wanted + 100, wanted
+  for _, list in ipairs(lists) do
+    local num_blocked = 0 -- tenants without a message to take now; they stay in their places, before all others
+    if not is_taken_from[list] then break end
+    while in_use[list] and slots_left > 0 and tries_left > 0 and reply_bytes_left > 0 do
+      local least = redis.call('ZRANGE', tenants_key(list), num_blocked, num_blocked, 'WITHSCORES')
       local tenant, start = least[1], number_in(least[2], 0)
       if not tenant then break end
       tries_left = tries_left - 1
-      if has_problem(problem_of(tenant_ids_key(level, tenant), 'zset')) then
+      if has_problem(problem_of(tenant_ids_key(list, tenant), 'zset')) then
         num_blocked = num_blocked + 1
       else
         local id, record, skipped
         if lists_taken_from then
-          id, record = choose_of_lists(level, tenant)
+          id, record = choose_of_lists(list, tenant)
         else
-          id, record, skipped = choose(level, tenant)
+          id, record, skipped = choose(list, tenant)
         end
-        if not id and lists_taken_from then
+        local choices = record and record.choices or 1
+        if not id and lists_taken_from or choices > slots_left and not may_split[record.list] then
           num_blocked = num_blocked + 1
         elseif record then
           record.tenant = tenant
-          take(id, record, start)
-          if skipped then skip(level, skipped) end
+          slots_left = slots_left - (take(id, record, start) and choices or 0)
+          if skipped then skip(list, skipped) end
         elseif id then -- keys were deleted by hand
-          unsort(id, level, tenant)
+          unsort(id, list, tenant)
         else
-          redis.call('ZREM', tenants_key(level), tenant)
-          redis.call('ZREM', waiting_key(queue_of(level)), tenant)
+          redis.call('ZREM', tenants_key(list), tenant)
+          redis.call('ZREM', waiting_key(queue_of(list)), tenant)
         end
       end
     end
   end
 end
-for queue, levels in pairs(levels_of) do
-  if problem == '' and #leased - num_refused < wanted then recount(queue, levels) end
+for queue, queue_lists in pairs(lists_of) do
+  if problem == '' and #leased - num_refused < wanted then recount(queue, queue_lists) end
   update_wake_up(queue)
 end
 return {leased, dead, unsorted, problem}

@@ -1,11 +1,11 @@
--- Delays one message. No worker holds it until it is due; its lease then expires, and the next reaper puts it back.
+-- Delays one message. No worker holds it until it is due; its lease then expires, and the next reaper returns it to the queue.
 -- ARGV: owner, id, seconds, keeps_place
 -- keeps_place: 1 to keep its place and age. Returns 1, or 0 if the owner has lost the lease.
 local list = owned_list(id, owner)
 if not list then return 0 end
 local record = record_of(id)
 list = record and record.list or list
-local problem = problem_of(delayed_key(list), 'zset') or record and problem_of_level(record.level)
+local problem = problem_of(delayed_key(list), 'zset') or record and problem_of_list(record.level)
 if problem then return {err = problem} end
 local due = now() + tonumber(seconds)
 redis.call('ZADD', LEASES, due, id)

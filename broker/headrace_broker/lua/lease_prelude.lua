@@ -1,5 +1,11 @@
 -- Shared by the lease scripts. A lease id is a hash of its message (`lease_id_of`), so a message keeps its id and its count
--- of deliveries in every queue and at every worker. Messages are stored and put back byte for byte.
+-- of deliveries in every queue and at every worker. Messages are stored and returned byte for byte.
+-- RIGHTS: LEASES
+--
+-- Redis does not undo the writes of a script that fails midway. So each script first checks rights and types. Should a
+-- later write fail all the same, the message can still be found: its body is deleted after it is written elsewhere, it
+-- leaves a list after its body is stored, and its lease ends last. The reaper returns messages to their queue that have a
+-- record and that nothing else names.
 
 local DEAD_LETTERS_KEPT = 1000
 
@@ -73,7 +79,7 @@ local function is_record(record)
     and is_text_or_nil(record.request) and is_text_or_nil(record.prefix)
     and is_finite(record.skipped or 0) and is_finite(record.preempted or 0) and is_finite(record.sorted or 0)
     and is_finite(record.due or 0) and is_finite(record.first or 0) and is_finite(record.held or 0)
-    and is_finite(record.taken or 0)
+    and is_finite(record.taken or 0) and is_finite(record.choices or 1) and (record.choices or 1) >= 1
 end
 
 -- Returns the record of a message, of this queue if one is given; nil if there is none or it is invalid.

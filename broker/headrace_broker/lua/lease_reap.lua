@@ -1,21 +1,21 @@
--- Puts back messages whose lease has expired.
+-- Returns messages whose lease has expired to their queue.
 -- ARGV: most
--- Returns how many, and the problem that keeps others from being put back, or ''.
+-- Result: how many it returned, the problem that blocks others or '', and how many orphans it returned.
 local RETRY_SECONDS = 1
 -- This write fails if the server accepts none: then the other workers cannot renew their leases either.
 redis.call('ZREM', LEASES, '')
-local STALE_CHECKED = 100
+local STALE_CHECKED, ORPHANS_CHECKED = 100, 20
 local expired = redis.call('ZRANGEBYSCORE', LEASES, '-inf', now(), 'LIMIT', 0, most)
-local num_put_back, problem = 0, ''
+local num_requeued, problem = 0, ''
 for i = #expired, 1, -1 do
   local id = expired[i]
   local meta = redis.call('HGET', LEASE_META, id)
-  local blocked_by = put_back(id, meta and list_of(meta))
+  local blocked_by = requeue(id, meta and list_of(meta))
   if blocked_by then
-    redis.call('ZADD', LEASES, now() + RETRY_SECONDS, id) -- after those that can be put back
+    redis.call('ZADD', LEASES, now() + RETRY_SECONDS, id) -- after those that can be returned
     problem = blocked_by
   else
-    num_put_back = num_put_back + 1
+    num_requeued = num_requeued + 1
   end
 end
 -- A worker of an earlier version deletes a message, but leaves its request id.
@@ -24,4 +24,11 @@ if redis.call('HLEN', LEASE_REQUESTS) > redis.call('HLEN', LEASE_BODIES) then
     if not holder_of(request) then redis.call('HDEL', LEASE_REQUESTS, request) end
   end
 end
-return {num_put_back, problem}
+-- A script that failed midway may have left messages that are neither leased nor waiting; so may keys that were deleted by
+-- hand. Each call checks some stored messages at random, so each one with a record is found in time. A message without a
+-- record is still in its list, where the next sort finds it, unless the record was deleted by hand.
+local num_orphans = 0
+for _, id in ipairs(redis.call('HRANDFIELD', LEASE_BODIES, ORPHANS_CHECKED)) do
+  if is_orphan(id) and not requeue(id) then num_orphans = num_orphans + 1 end
+end
+return {num_requeued, problem, num_orphans}

@@ -5,7 +5,7 @@
 local wanted = tonumber(most)
 local taken = {}
 for _, list in ipairs(LIST) do
-  local problem = problem_of(delayed_key(list), 'zset') or problem_of_level(list)
+  local problem = problem_of(delayed_key(list), 'zset') or problem_of_list(list)
   if problem then return {err = problem} end
 end
 for _, list in ipairs(LIST) do

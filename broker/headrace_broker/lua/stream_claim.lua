@@ -1,5 +1,6 @@
 -- Begins the next attempt at a request, which fences all earlier ones, and returns their entries.
 -- KEYS: STREAM, ENGINE_LOSSES, ENDED
+-- RIGHTS: STREAM
 -- ARGV: data, seconds, content
 -- ENDED: may remain from before the request was requeued. data: of the start entry. content: digest of the message.
 -- Returns {attempt, state, entries, engine losses, 1 if the stream was deleted first}. State is 0 if the attempt has

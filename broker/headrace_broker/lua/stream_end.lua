@@ -7,8 +7,12 @@
 if content and redis.call('TYPE', STREAM).ok ~= 'stream' then redis.call('DEL', STREAM) end
 local last, attempt, tokens = usable_tail(STREAM)
 if last and content and is_of_another(STREAM, content) then return '' end
-if last and field(last, 'type') == 'end' then return field(last, 'data') end
--- the stream of a request that was handed back has a longer life until it is claimed
+if last and field(last, 'type') == 'end' then -- repeats what Redis may have refused after the end was written
+  redis.call('EXPIRE', STREAM, begun_seconds, 'NX')
+  redis.call('SET', ENDED, '1', 'EX', begun_seconds + ENDED_SECONDS, 'NX')
+  return field(last, 'data')
+end
+-- the stream of a request that was returned to the queue has a longer life until it is claimed
 local is_queued = not last or redis.call('EXPIRE', STREAM, begun_seconds + 1, 'GT') == 0
 local seconds = is_queued and queued_seconds or begun_seconds
 append(STREAM, attempt + 1, tokens + 1, 'end', data)

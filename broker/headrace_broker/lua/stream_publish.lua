@@ -54,10 +54,12 @@ for i, write in ipairs(cmsgpack.unpack(writes)) do
     if type(reply) == 'table' and reply.err then
       if not string.find(reply.err, 'equal or smaller', 1, true) then return reply end
       outcome = 'fenced' -- entries were deleted by hand, but the stream keeps its last id
-    else
-      redis.call('EXPIRE', key, seconds)
-      if kind == 'end' then redis.call('SET', ended_key(request), '1', 'EX', seconds + ENDED_SECONDS) end
     end
+  end
+  -- also for an end that was written before: Redis may have refused the commands after it
+  if outcome == nil or outcome == false and kind == 'end' then
+    redis.call('EXPIRE', key, seconds)
+    if kind == 'end' then redis.call('SET', ended_key(request), '1', 'EX', seconds + ENDED_SECONDS) end
   end
   if outcome then
     refused[writer(request, id)] = outcome

@@ -1,7 +1,7 @@
 -- Counts the messages of one tenant in a queue. Writes nothing.
 -- KEYS: WAITING, DELAYED_TENANTS, TENANT_IDS[]
 -- ARGV: tenant, of_interest, lists[]
--- TENANT_IDS, lists: one for each level. Returns {waiting, delayed, microseconds from which the oldest sorted message
+-- TENANT_IDS, lists: one for each list. Returns {waiting, delayed, microseconds from which the oldest sorted message
 -- waits or '', microseconds now}.
 -- Unsorted messages are read only if the count can reach `of_interest` with them, and at most a thousand. The lists are
 -- not in KEYS: Redis would refuse the script to a user that may not read messages. For such a user it counts sorted ones.

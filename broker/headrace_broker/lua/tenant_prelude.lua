@@ -1,4 +1,5 @@
 local LONGEST_HEADERS, LONGEST_TENANT, LONGEST_PREFIX, LONGEST_ID = 256 * 1024, 800, 32, 2048
+local MOST_CHOICES = 64 -- as in the rule of the sampling parameter n
 local HASHED_WHOLE = 1024 * 1024 -- bytes of a message
 
 local function text_of(value, longest)
@@ -17,15 +18,22 @@ local function request_of(headers)
   return type(id) == 'string' and #id > 0 and #id <= LONGEST_ID and id or nil
 end
 
--- Returns the tenant of the message, or '' if it is missing or invalid; the hash of its prompt's beginning, or nil; and its
--- request id, or nil. Only the part from the headers on is decoded. The pattern cannot match inside a string of the
--- message, where its quotes would be escaped.
+-- Returns the number of choices in headers, or nil if it is missing or invalid.
+local function choices_of(headers)
+  local choices = headers.choices
+  return type(choices) == 'number' and choices >= 1 and choices <= MOST_CHOICES and choices % 1 == 0 and choices or nil
+end
+
+-- Returns the tenant of the message, or '' if it is missing or invalid; the hash of its prompt's beginning, or nil; its
+-- request id, or nil; and its number of choices, or nil. Only the part from the headers on is decoded. The pattern cannot
+-- match inside a string of the message, where its quotes would be escaped.
 local function tenant_of(body)
   local at = string.find(body, '"headers":', 1, true)
   if not at or #body - at > LONGEST_HEADERS then return '' end
   local headers = headers_in(string.sub(body, at))
   if not headers then return '' end
-  return text_of(headers.tenant, LONGEST_TENANT) or '', text_of(headers.prefix, LONGEST_PREFIX), request_of(headers)
+  return text_of(headers.tenant, LONGEST_TENANT) or '', text_of(headers.prefix, LONGEST_PREFIX), request_of(headers),
+    choices_of(headers)
 end
 
 -- Returns the SHA-1 of a message. For a large message with a readable request id it leaves the middle out, which would

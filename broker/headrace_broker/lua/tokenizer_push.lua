@@ -1,5 +1,6 @@
 -- Appends a tokenizer call to those that wait.
 -- KEYS: TOKENIZER_CALLS
+-- RIGHTS: TOKENIZER_CALLS
 -- ARGV: call, max_calls, call_ms, list_ms
 -- call_ms: how long this call may wait. list_ms: how long the list lives, because earlier calls may wait longer.
 -- Returns 1, or 0 if the list has max_calls already.

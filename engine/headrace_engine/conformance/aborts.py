@@ -6,7 +6,7 @@ from headrace_engine.conformance.driver import EngineUnderTest, expect_same
 
 @case()
 def a_running_request_stops(engine: EngineUnderTest) -> None:
-    """No step that answers what was sent behind an abort has output of the aborted request; its mates go on."""
+    """After an answer to a message that followed an abort, the aborted request has no output."""
     requests = [engine.request(engine.prompt(9, 1), max_tokens=120), engine.request(max_tokens=None)]
     with engine.while_running(lambda: [engine.again(request) for request in requests]) as (mate, victim):
         engine.abort(victim)
@@ -17,7 +17,7 @@ def a_running_request_stops(engine: EngineUnderTest) -> None:
 
 @case()
 def a_waiting_request_never_starts(engine: EngineUnderTest) -> None:
-    """A request that is aborted while it waits for a place has no output, and those behind it move up."""
+    """A request that is aborted while it waits has no output. Requests after it are served."""
     most = engine.config.scheduler.max_num_seqs
     with engine.while_running(
         lambda: [engine.request(engine.prompt(6, i), max_tokens=120) for i in range(most)]
@@ -31,7 +31,7 @@ def a_waiting_request_never_starts(engine: EngineUnderTest) -> None:
 
 @case()
 def an_aborted_id_can_be_used_again(engine: EngineUnderTest) -> None:
-    """A new request under the id of an aborted one is served like any other."""
+    """A new request with the id of an aborted one is served like any other."""
     request = engine.request(engine.prompt(10, 2))
     expected = engine.run_one(engine.again(request))
     victim = engine.send(engine.request(engine.prompt(20, 5), max_tokens=None, presence_penalty=1.0))
@@ -44,7 +44,7 @@ def an_aborted_id_can_be_used_again(engine: EngineUnderTest) -> None:
 
 @case()
 def an_id_of_an_ended_request_can_be_used_again(engine: EngineUnderTest) -> None:
-    """A new request under the id of one that has ended is served like any other."""
+    """A new request with the id of an ended one is served like any other."""
     first = engine.run_one(engine.request(max_tokens=5))
     second = engine.run_one(first.request)
     expect_same([second], [first], "the second request under the id")
@@ -52,7 +52,7 @@ def an_id_of_an_ended_request_can_be_used_again(engine: EngineUnderTest) -> None
 
 @case()
 def an_unknown_id_is_harmless(engine: EngineUnderTest) -> None:
-    """To abort ids that are unknown, that have ended, or twice the same, changes nothing."""
+    """Aborting unknown ids, ended ids or the same id twice changes nothing."""
     ended = engine.run_one(engine.request(max_tokens=2))
     running = engine.send(engine.request(max_tokens=12))
     engine.core.abort_requests(["nobody", ended.id, ended.id])
@@ -63,10 +63,10 @@ def an_unknown_id_is_harmless(engine: EngineUnderTest) -> None:
 
 @case()
 def all_at_once_are_gone(engine: EngineUnderTest) -> None:
-    """After all requests, running and waiting, were aborted, new ones have the whole engine to themselves."""
+    """After an abort of all running and waiting requests, new requests get the whole engine."""
     most = engine.config.scheduler.max_num_seqs
     victims = [engine.send(engine.request(engine.prompt(12, i), max_tokens=None)) for i in range(2 * most)]
     engine.wait_until(lambda: any(answer.tokens for answer in victims), lambda: "no request has a first token")
     engine.abort(*victims)
     answers = engine.run(*[engine.request(max_tokens=4) for _ in range(most)])
-    expect(all(len(answer.tokens) == 4 for answer in answers), "a request behind the aborted ones is not whole")
+    expect(all(len(answer.tokens) == 4 for answer in answers), "a request after the aborted ones is incomplete")

@@ -6,7 +6,7 @@ from headrace_engine.conformance.driver import EngineUnderTest, expect_same
 
 @case()
 def many_at_once_are_all_answered(engine: EngineUnderTest) -> None:
-    """Three times max_num_seqs requests that are sent at once all end, each with as many tokens as it asked for."""
+    """If three times max_num_seqs requests are sent at once, each ends with as many tokens as it asked for."""
     count = 3 * engine.config.scheduler.max_num_seqs
     answers = engine.run_at_once(
         *[engine.request(engine.prompt(5 + i % 9, i), max_tokens=2 + i % 7) for i in range(count)]
@@ -19,7 +19,7 @@ def many_at_once_are_all_answered(engine: EngineUnderTest) -> None:
 
 @case()
 def first_come_first_served(engine: EngineUnderTest) -> None:
-    """Without priorities, no request has its first token in an earlier step than one that came before it."""
+    """Without priorities, requests get their first tokens in the order of arrival."""
     requests = [engine.request(engine.prompt(8, i), max_tokens=6) for i in range(3 * _most(engine))]
     steps = [answer.first_step for answer in engine.run_at_once(*requests)]
     expect(steps == sorted(steps), f"in the order of their arrival they had their first tokens in steps {steps}")
@@ -27,7 +27,7 @@ def first_come_first_served(engine: EngineUnderTest) -> None:
 
 @case(feature("priority"), stage=Stage.TIGHT)
 def the_smaller_priority_is_served_first(engine: EngineUnderTest) -> None:
-    """Under scheduling_policy="priority", requests that wait are admitted by priority, the smallest number first."""
+    """With scheduling_policy="priority", waiting requests are admitted by priority, the smallest number first."""
     priorities = [3, 0, 2, 1] * _most(engine)
     with engine.while_running(
         lambda: [engine.request(max_tokens=None, priority=-1) for _ in range(_most(engine))]
@@ -41,7 +41,7 @@ def the_smaller_priority_is_served_first(engine: EngineUnderTest) -> None:
 
 @case()
 def choices_of_one_prompt(engine: EngineUnderTest) -> None:
-    """Several choices of one prompt (n) are requests of their own: each ends, and equals itself when it is alone."""
+    """Several choices of one prompt (n) are separate requests. Each ends, and equals the same request alone."""
     temperature = 0.0 if engine.capabilities.draws is None else 1.0
     requests = [engine.request(temperature=temperature, seed=seed, max_tokens=12) for seed in (5, 6, 7)]
     together = engine.run(*requests)
@@ -51,14 +51,14 @@ def choices_of_one_prompt(engine: EngineUnderTest) -> None:
 
 @case(DRAWS)
 def choices_with_seeds_of_their_own_differ(engine: EngineUnderTest) -> None:
-    """Choices of one prompt that have different seeds are not all the same."""
+    """Choices of one prompt with different seeds are not all equal."""
     answers = engine.run(*[engine.request(temperature=1.0, seed=seed) for seed in (1, 2, 3, -4)])
     expect(len({tuple(answer.tokens) for answer in answers}) > 1, "four choices with four seeds have the same tokens")
 
 
 @case(feature("cache_salt"))
 def a_salt_divides_the_prefix_cache(engine: EngineUnderTest) -> None:
-    """A prompt finds in the prefix cache what a prompt of the same cache_salt has left, and nothing of another."""
+    """A prompt finds cached tokens of prompts with the same cache_salt, and none of prompts with another one."""
     prompt = engine.prompt(engine.info.max_model_len - 8, 3)
 
     def cached(salt: str) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum, auto
 from typing import Any, TypeVar
 
-from headrace_engine.capabilities import EngineCapabilities
+from headrace_engine.options.capabilities import EngineCapabilities
 
 V = TypeVar("V")
 
@@ -37,7 +37,7 @@ class DoesNotApply(Exception):  # noqa: N818
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class NeededCapability:
     """A capability that a case depends on."""
 
     name: str
@@ -50,7 +50,7 @@ class Case:
     name: str
     sentence: str
     stage: Stage
-    needs: tuple[Claim, ...]
+    needs: tuple[NeededCapability, ...]
     check: Callable[[Any], None]
     """Called with the `EngineUnderTest`, or with the `Launcher` in stage NONE. Raises Broken or DoesNotApply."""
 
@@ -61,7 +61,9 @@ class Case:
 CASES: list[Case] = []
 
 
-def case(*needs: Claim, stage: Stage = Stage.PLAIN) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+def case(
+    *needs: NeededCapability, stage: Stage = Stage.PLAIN
+) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
     """Register a function as a case."""
 
     def register(check: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -72,7 +74,7 @@ def case(*needs: Claim, stage: Stage = Stage.PLAIN) -> Callable[[Callable[[Any],
 
 
 def case_for_each(
-    values: Sequence[V], needs: Callable[[V], Sequence[Claim]], *, stage: Stage = Stage.PLAIN
+    values: Sequence[V], needs: Callable[[V], Sequence[NeededCapability]], *, stage: Stage = Stage.PLAIN
 ) -> Callable[[Callable[[Any, V], None]], Callable[[Any, V], None]]:
     """Register a function as one case for each value. `{}` in its sentence is replaced by the value."""
 
@@ -97,34 +99,36 @@ def expect(condition: object, sentence: str) -> None:
         raise Broken(sentence)
 
 
-def feature(name: str) -> Claim:
+def feature(name: str) -> NeededCapability:
     """Return the claim of a boolean capability."""
-    return Claim(name, lambda capabilities: bool(getattr(capabilities, name)))
+    return NeededCapability(name, lambda capabilities: bool(getattr(capabilities, name)))
 
 
-def stat(name: str) -> Claim:
+def stat(name: str) -> NeededCapability:
     """Return the claim that a field of `StepStats` is reported."""
-    return Claim(f"stats {name}", lambda capabilities: name in capabilities.stats)
+    return NeededCapability(f"stats {name}", lambda capabilities: name in capabilities.stats)
 
 
-def structured(kind: str) -> Claim:
+def structured(kind: str) -> NeededCapability:
     """Return the claim of a kind of structured outputs."""
-    return Claim(f"structured_outputs {kind}", lambda capabilities: kind in capabilities.structured_outputs)
+    return NeededCapability(f"structured_outputs {kind}", lambda capabilities: kind in capabilities.structured_outputs)
 
 
-DRAWS = Claim("draws", lambda capabilities: capabilities.draws is not None)
-GREEDY_RESUME = Claim("exact_resume greedy", lambda capabilities: capabilities.exact_resume in ("greedy", "all"))
-SAMPLED_RESUME = Claim("exact_resume all", lambda capabilities: capabilities.exact_resume == "all")
+DRAWS = NeededCapability("draws", lambda capabilities: capabilities.draws is not None)
+GREEDY_RESUME = NeededCapability(
+    "exact_resume greedy", lambda capabilities: capabilities.exact_resume in ("greedy", "all")
+)
+SAMPLED_RESUME = NeededCapability("exact_resume all", lambda capabilities: capabilities.exact_resume == "all")
 
 
-def limit(name: str, least: int = 1) -> Claim:
+def limit(name: str, least: int = 1) -> NeededCapability:
     """Return the claim that a limit is at least a number."""
 
     def holds(capabilities: EngineCapabilities) -> bool:
         most = getattr(capabilities, name)
         return most is None or most >= least
 
-    return Claim(f"{name} of at least {least}", holds)
+    return NeededCapability(f"{name} of at least {least}", holds)
 
 
 def _group(check: Callable[..., None]) -> str:

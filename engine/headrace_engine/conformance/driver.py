@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headrace_engine.config import EngineConfig
 from headrace_engine.conformance.case import Broken, expect
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.core.process import EngineCoreProcess
 from headrace_engine.errors import HeadraceEngineError
-from headrace_engine.request import EngineCoreRequest, FinishReason
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.requests.request import EngineCoreRequest, FinishReason
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.contracts import TokenLogprobs
-from headrace_engine.sampling_params import SamplingParams
-from headrace_engine.tokenizer import ModelTokenizer, create_tokenizer
-from headrace_engine.tokenizer_parts import TokenizerParts
+from headrace_engine.text.tokenizer import ModelTokenizer
+from headrace_engine.text.tokenizer_factory import create_tokenizer
+from headrace_engine.text.tokenizer_parts import TokenizerParts
 
 # How long a late step may take to arrive.
 _LAST_STEP_SECONDS = 5.0
@@ -160,8 +161,8 @@ class EngineUnderTest:
     def while_running(self, make: Callable[[], list[EngineCoreRequest]]) -> Iterator[list[Answer]]:
         """Stop the engine when requests run and have at least half of their tokens left.
 
-        So what is sent arrives before they end, however fast the engine is. If they end before the engine is stopped,
-        they are created again.
+        So everything sent in the block arrives before they end. If they end before the engine is stopped, they are
+        created again.
         """
         for _ in range(_TRIES):
             answers = [self.send(request) for request in make()]
@@ -173,7 +174,7 @@ class EngineUnderTest:
                     yield answers
                     return
             self.finish(*answers)
-        raise Broken(f"requests ended before anything could be sent behind them, {_TRIES} times")
+        raise Broken(f"requests ended before anything could be sent after them, {_TRIES} times")
 
     def _has_far_to_go(self, answer: Answer) -> bool:
         most = answer.request.sampling_params.max_tokens
@@ -218,11 +219,11 @@ class EngineUnderTest:
         """Take outputs until a condition holds.
 
         Raises:
-            Broken: nothing came for `patience` seconds.
+            Broken: the engine sent nothing for `patience` seconds.
         """
         while not condition():
             if not self.take(self.patience):
-                raise Broken(f"nothing came for {self.patience:g} s: {missing()}")
+                raise Broken(f"no output for {self.patience:g} s: {missing()}")
 
     def take(self, seconds: float) -> bool:
         """Take what the engine sends within a number of seconds. Return False if it sends nothing."""
@@ -252,7 +253,9 @@ class EngineUnderTest:
         while (found := problem()) is not None:
             if not self.take(min(_LAST_STEP_SECONDS, self.patience)):
                 raise Broken(found)
-            expect(time.monotonic() < deadline, f"steps go on for {self.patience:g} s with nothing to compute: {found}")
+            expect(
+                time.monotonic() < deadline, f"steps continue for {self.patience:g} s with nothing to compute: {found}"
+            )
 
     def settle(self) -> None:
         """Clear the state of an earlier case. Raises Broken if the engine does not become idle."""
@@ -280,23 +283,23 @@ class EngineUnderTest:
     def _is_known(self, output: EngineCoreOutput) -> bool:
         if output.request_id in self._answers:
             return True
-        expect(output.request_id in self._forgotten, f"an output names {output.request_id!r}, which nobody sent")
+        expect(output.request_id in self._forgotten, f"an output has the unknown request id {output.request_id!r}")
         return False
 
     def _take_output(self, answer: Answer, output: EngineCoreOutput, latest: int) -> None:
         who = f"request {answer.id}"
         if answer.aborted_at is not None:
-            expect(latest < answer.aborted_at, f"{who} has output in a step that answers what came behind its abort")
+            expect(latest < answer.aborted_at, f"{who} has output in a step with output of requests after its abort")
             answer.tokens += output.new_token_ids
             return
-        expect(answer.finish is None, f"{who} has output behind its end")
+        expect(answer.finish is None, f"{who} has output after its end")
         expect(
             all(0 <= token < self.info.vocab_size for token in output.new_token_ids),
             f"{who} has a token outside of the vocabulary",
         )
         expect(
             (output.error is not None) == (output.finish_reason is FinishReason.ERROR),
-            f"{who}: an error has a sentence, and nothing else has one; finish_reason is {output.finish_reason}",
+            f"{who} must have a message exactly if it ends with an error, got finish_reason {output.finish_reason}",
         )
         self._check_logprobs(answer, output)
         if not answer.tokens:

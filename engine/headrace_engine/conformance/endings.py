@@ -1,8 +1,8 @@
-"""When an output ends, and how it says why."""
+"""When an output ends, and with which reason."""
 
 from headrace_engine.conformance.case import Broken, DoesNotApply, case, expect, feature, limit
 from headrace_engine.conformance.driver import Answer, EngineUnderTest
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.requests.request import EngineCoreRequest
 
 BIAS = limit("max_logit_bias")
 STOPS = limit("max_stop_token_ids")
@@ -10,7 +10,7 @@ STOPS = limit("max_stop_token_ids")
 
 @case()
 def max_tokens_ends_with_length(engine: EngineUnderTest) -> None:
-    """max_tokens=7 gives 7 tokens and finish_reason length; 1 gives one."""
+    """max_tokens=7 gives 7 tokens and finish_reason length. max_tokens=1 gives one token."""
     for most in (7, 1):
         answer = engine.run_one(engine.request(max_tokens=most))
         _expect_end(answer, ("length", None), most)
@@ -26,7 +26,7 @@ def max_model_len_ends_with_length(engine: EngineUnderTest) -> None:
 
 @case(STOPS)
 def a_stop_token_ends_with_its_id(engine: EngineUnderTest) -> None:
-    """The first of stop_token_ids that is drawn ends the output with stop, is its last token, and is stop_reason."""
+    """The first generated token of stop_token_ids ends the output. It is its last token and stop_reason."""
     whole = engine.run_one(engine.request())
     place, token = last_new_token(whole)
     absent = next(t for t in range(engine.info.vocab_size) if t not in whole.tokens)
@@ -45,7 +45,7 @@ def an_end_token_ends_without_a_stop_reason(engine: EngineUnderTest) -> None:
 
 @case(BIAS)
 def ignore_eos_goes_on(engine: EngineUnderTest) -> None:
-    """With ignore_eos an end token is a token like any other."""
+    """With ignore_eos, an end token does not end the output."""
     end = own_end_tokens(engine)[0]
     answer = engine.run_one(engine.request(logit_bias={end: 100.0}, max_tokens=6))
     _expect_end(answer, ("length", None), 6)
@@ -62,7 +62,7 @@ def an_end_token_that_was_asked_for_is_the_stop_reason(engine: EngineUnderTest) 
 
 @case(feature("min_tokens"), BIAS)
 def min_tokens_holds_the_end_token_back(engine: EngineUnderTest) -> None:
-    """No end token is drawn among the first min_tokens tokens, however likely it is; then it is."""
+    """The first min_tokens tokens have no end token, however likely it is. The next token may be one."""
     end = own_end_tokens(engine)[0]
     answer = engine.run_one(engine.request(ignore_eos=False, logit_bias={end: 100.0}, min_tokens=5))
     _expect_end(answer, ("stop", None), 6)
@@ -71,7 +71,7 @@ def min_tokens_holds_the_end_token_back(engine: EngineUnderTest) -> None:
 
 @case(feature("min_tokens"), STOPS)
 def min_tokens_holds_a_stop_token_back(engine: EngineUnderTest) -> None:
-    """No stop token is drawn among the first min_tokens tokens."""
+    """The first min_tokens tokens have no stop token."""
     whole = engine.run_one(engine.request())
     first = whole.tokens[0]
     answer = engine.run_one(engine.request(stop_token_ids=[first], min_tokens=8))
@@ -81,21 +81,21 @@ def min_tokens_holds_a_stop_token_back(engine: EngineUnderTest) -> None:
 
 @case(feature("repetition_detection"), BIAS)
 def a_loop_ends_with_repetition(engine: EngineUnderTest) -> None:
-    """repetition_detection ends an output whose last min_count patterns are one, with finish_reason repetition."""
+    """repetition_detection ends an output with repetition once its last min_count patterns are equal."""
     request = looping(engine)
     answer = engine.run_one(request)
     _expect_end(answer, ("repetition", "repetition_detected"), 4)
 
 
 def looping(engine: EngineUnderTest) -> EngineCoreRequest:
-    """A request that draws one token for ever and is stopped at its fourth."""
+    """Return a request that repeats one token and is stopped at the fourth."""
     token = engine.prompt(1)[0]
     detection = {"max_pattern_size": 3, "min_pattern_size": 1, "min_count": 4}
     return engine.request(logit_bias={token: 100.0}, repetition_detection=detection)
 
 
 def last_new_token(answer: Answer) -> tuple[int, int]:
-    """The last place of an output whose token stands nowhere before it, and that token; not the first place."""
+    """Return the last position, except 0, whose token does not occur before it, and that token."""
     tokens = answer.tokens
     places = [place for place in range(1, len(tokens) - 1) if tokens[place] not in tokens[:place]]
     if not places:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_engine.config import EngineConfig
+from headrace_engine.api.llm_engine import config_of
 from headrace_engine.conformance.driver import EngineUnderTest
-from headrace_engine.engine_args import EngineArgs
-from headrace_engine.llm_engine import config_of
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.options.engine_args import EngineArgs
 
 MAX_MODEL_LEN = 256
 MAX_NUM_SEQS = 8

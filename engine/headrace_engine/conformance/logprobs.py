@@ -11,7 +11,7 @@ VALUES_AGREE = 1e-3
 
 @case()
 def the_drawn_token_comes_first(engine: EngineUnderTest) -> None:
-    """logprobs=4 gives for each token the drawn one first, then the four most likely, each with its rank from 1."""
+    """logprobs=4 gives the drawn token first, then the four most likely ones. Ranks begin at 1."""
     for answer in engine.run(engine.request(logprobs=4), engine.request(logprobs=4, temperature=1.5, seed=3)):
         for token, entry in zip(answer.tokens, answer.logprobs, strict=True):
             expect(entry[0][0] == token, "the first entry is not the drawn token's")
@@ -20,21 +20,21 @@ def the_drawn_token_comes_first(engine: EngineUnderTest) -> None:
 
 @case()
 def greedy_draws_rank_first(engine: EngineUnderTest) -> None:
-    """A greedy token has rank 1 where no other parameter changes the logits."""
+    """A greedy token has rank 1 if no parameter changes the logits."""
     answer = engine.run_one(engine.request(logprobs=1))
     expect(all(entry[0][2] == 1 for entry in answer.logprobs), "a greedy token has another rank than 1")
 
 
 @case()
 def none_but_the_drawn_token(engine: EngineUnderTest) -> None:
-    """logprobs=0 gives the drawn token's entry alone."""
+    """logprobs=0 gives only the entry of the drawn token."""
     answer = engine.run_one(engine.request(logprobs=0))
     expect(all(len(entry) == 1 for entry in answer.logprobs), "there are entries beside the drawn token's")
 
 
 @case()
 def values_are_the_models_own(engine: EngineUnderTest) -> None:
-    """Log-probabilities are taken from the raw logits: no parameter of the request changes their values."""
+    """Log-probabilities are those of the raw logits. No parameter of the request changes them."""
     plain, changed = engine.run(
         engine.request(logprobs=20, max_tokens=1),
         engine.request(logprobs=20, max_tokens=1, temperature=2.0, repetition_penalty=3.0, top_k=3),
@@ -55,7 +55,7 @@ def a_neighbour_that_wants_some_changes_nothing(engine: EngineUnderTest) -> None
 
 @case(feature("prompt_logprobs"))
 def a_prompt_has_them_from_its_second_token(engine: EngineUnderTest) -> None:
-    """prompt_logprobs comes with the first token: an entry for each prompt token but the first, that token first."""
+    """prompt_logprobs comes with the first token. It has an entry for each prompt token except the first."""
     prompt = engine.prompt(21, 1)
     answer = engine.send(engine.request(prompt, prompt_logprobs=2))
     engine.await_first_tokens(answer)
@@ -71,7 +71,7 @@ def a_prompt_has_them_from_its_second_token(engine: EngineUnderTest) -> None:
 
 @case(feature("prompt_logprobs"))
 def those_of_prompt_and_output_agree(engine: EngineUnderTest) -> None:
-    """An output's log-probabilities are those of its tokens as a prompt, within 0.001, cached or not."""
+    """The log-probabilities of an output equal those of the same tokens in a prompt, within 0.001, cached or not."""
     answer = engine.run_one(engine.request(logprobs=3))
     whole = [*answer.request.prompt_token_ids, *answer.tokens]
     for _ in range(2):

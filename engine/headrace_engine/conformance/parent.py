@@ -6,8 +6,8 @@ python -m headrace_engine.conformance.parent < CONFIG
 import json
 import sys
 
-from headrace_engine.config import EngineConfig
 from headrace_engine.core.process import EngineCoreProcess
+from headrace_engine.options.config import EngineConfig
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Chunked prompts and preemption: an engine with few KV blocks and few tokens a step answers as one with plenty."""
+"""Chunked prompts and preemption. Few KV blocks and few tokens in a step must not change answers."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from headrace_engine.conformance.case import (
 )
 from headrace_engine.conformance.driver import Answer, EngineUnderTest, expect_same
 from headrace_engine.conformance.resume import expect_same_logprobs
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.requests.request import EngineCoreRequest
 
 TOKENS_A_STEP = 32
 MAX_NUM_SEQS = 4
@@ -40,14 +40,14 @@ def long_requests(engine: EngineUnderTest) -> list[EngineCoreRequest]:
 
 @case(stage=Stage.TIGHT)
 def chunked_prompts_change_no_token(engine: EngineUnderTest) -> None:
-    """A greedy request whose prompt is computed in several steps, alone, has the tokens that it has in one step."""
+    """A greedy request has the same tokens whether its prompt is computed in one step or in several."""
     whole = engine.references[0]
     expect_same([engine.run_one(engine.again(whole.request))], [whole], "the prompt in chunks against in one step")
 
 
 @case(feature("prompt_logprobs"), stage=Stage.TIGHT)
 def chunked_prompts_have_all_their_logprobs(engine: EngineUnderTest) -> None:
-    """prompt_logprobs of a prompt that takes several steps come whole, with the first token."""
+    """prompt_logprobs of a prompt that takes several steps are complete, and come with the first token."""
     prompt = engine.prompt(3 * TOKENS_A_STEP + 5)
     answer = engine.run_one(engine.request(prompt, prompt_logprobs=1, max_tokens=3))
     count = len(answer.prompt_logprobs or ())
@@ -56,7 +56,7 @@ def chunked_prompts_have_all_their_logprobs(engine: EngineUnderTest) -> None:
 
 @case(stage=Stage.TIGHT)
 def preemption_changes_no_greedy_token(engine: EngineUnderTest) -> None:
-    """Greedy requests that outgrow the KV blocks together end as they do where blocks are plenty."""
+    """Greedy requests that together exceed the KV blocks end as they do with enough blocks."""
     greedy = _references(engine, greedy=True)
     answers = _run_again(engine, greedy, [0] * len(greedy))
     expect_same(answers, greedy, "with few KV blocks against many")
@@ -66,7 +66,7 @@ def preemption_changes_no_greedy_token(engine: EngineUnderTest) -> None:
 
 @case(DRAWS, SAMPLED_RESUME, stage=Stage.TIGHT)
 def preemption_changes_no_sampled_token(engine: EngineUnderTest) -> None:
-    """Sampled requests that outgrow the KV blocks together end as they do where blocks are plenty."""
+    """Sampled requests that together exceed the KV blocks end as they do with enough blocks."""
     sampled = _references(engine, greedy=False)
     answers = _run_again(engine, sampled, [0] * len(sampled))
     expect_same(answers, sampled, "with few KV blocks against many")
@@ -74,13 +74,13 @@ def preemption_changes_no_sampled_token(engine: EngineUnderTest) -> None:
 
 @case(GREEDY_RESUME, stage=Stage.TIGHT)
 def a_resume_under_pressure_is_exact_for_greedy(engine: EngineUnderTest) -> None:
-    """Greedy requests that resume while prompts come in chunks and requests are preempted equal the whole ones."""
+    """Greedy requests that resume beside chunked prompts and preemptions equal uninterrupted ones."""
     _resume_all(engine, _references(engine, greedy=True))
 
 
 @case(DRAWS, SAMPLED_RESUME, stage=Stage.TIGHT)
 def a_resume_under_pressure_is_exact_for_sampled(engine: EngineUnderTest) -> None:
-    """Sampled requests that resume while prompts come in chunks and requests are preempted equal the whole ones."""
+    """Sampled requests that resume beside chunked prompts and preemptions equal uninterrupted ones."""
     _resume_all(engine, _references(engine, greedy=False))
 
 

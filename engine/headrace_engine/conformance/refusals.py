@@ -1,17 +1,17 @@
-"""What an engine cannot do is refused by name at the door, or answered as an error of that one request.
+"""Requests that an engine does not support are refused before they are sent, or end with an error.
 
-The door knows the engine's claims, so that a request beyond them does not come to it. What the door does not know, the
-engine itself answers, and lives on.
+`CapabilityChecks` refuses a request that needs more than the engine claims. For all others, the engine itself returns
+an error and continues to serve.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from headrace_engine.capability_checks import CapabilityChecks
 from headrace_engine.conformance.case import DoesNotApply, case, case_for_each, expect
 from headrace_engine.conformance.driver import EngineUnderTest
-from headrace_engine.lora_request import LoRARequest
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.options.capabilities import CapabilityChecks
+from headrace_engine.requests.lora_request import LoRARequest
+from headrace_engine.requests.request import EngineCoreRequest
 
 _FEATURES: dict[str, dict[str, Any]] = {
     "prompt_logprobs": {"prompt_logprobs": 1},
@@ -66,7 +66,7 @@ def an_adapter_is_an_error_where_none_are_served(engine: EngineUnderTest) -> Non
 
 @case_for_each(tuple(_FEATURES), lambda _: ())
 def an_unclaimed_parameter_is_refused(engine: EngineUnderTest, name: str) -> None:
-    """{}: a request for it is refused where it is not claimed."""
+    """{}: a request for it is refused if the engine does not claim it."""
     if getattr(engine.capabilities, name):
         raise DoesNotApply(f"{name} is claimed")
     _expect_refused(engine, engine.request(**_FEATURES[name]))
@@ -74,17 +74,17 @@ def an_unclaimed_parameter_is_refused(engine: EngineUnderTest, name: str) -> Non
 
 @case()
 def unclaimed_bad_words_are_refused(engine: EngineUnderTest) -> None:
-    """bad_words are refused where they are not claimed."""
+    """bad_words are refused if the engine does not claim them."""
     if engine.capabilities.bad_words:
         raise DoesNotApply("bad_words is claimed")
     request = engine.request(bad_words=[engine.prompt(2)])
-    request.sampling_params.bad_words = ["two tokens"]  # by which the door knows them
+    request.sampling_params.bad_words = ["two tokens"]  # `CapabilityChecks` reads this field
     _expect_refused(engine, request)
 
 
 @case_for_each(tuple(_FORMS), lambda _: ())
 def an_unclaimed_form_is_refused(engine: EngineUnderTest, kind: str) -> None:
-    """structured_outputs {}: a request for it is refused where it is not claimed."""
+    """structured_outputs {}: a request for it is refused if the engine does not claim it."""
     if kind in engine.capabilities.structured_outputs:
         raise DoesNotApply(f"{kind} is claimed")
     _expect_refused(engine, engine.request(ignore_eos=False, structured_outputs={kind: _FORMS[kind]}))
@@ -92,7 +92,7 @@ def an_unclaimed_form_is_refused(engine: EngineUnderTest, kind: str) -> None:
 
 @case_for_each(tuple(_LIMITS), lambda _: ())
 def more_than_the_limit_is_refused(engine: EngineUnderTest, name: str) -> None:
-    """{}: one more than the engine says is refused, as many as it says are served."""
+    """{}: as many as the engine claims are served. One more is refused."""
     most = getattr(engine.capabilities, name)
     if most is None:
         raise DoesNotApply(f"{name} is None: no limit")
@@ -104,7 +104,7 @@ def more_than_the_limit_is_refused(engine: EngineUnderTest, name: str) -> None:
 
 @case()
 def a_temperature_out_of_range_is_refused(engine: EngineUnderTest) -> None:
-    """A temperature above temperature_range is refused, its bounds are served."""
+    """A temperature above temperature_range is refused. Its bounds are served."""
     bounds = engine.capabilities.temperature_range
     if bounds is None:
         raise DoesNotApply("temperature_range is None: no limit")
@@ -114,18 +114,18 @@ def a_temperature_out_of_range_is_refused(engine: EngineUnderTest) -> None:
 
 
 def _expect_refused(engine: EngineUnderTest, request: EngineCoreRequest) -> None:
-    """The door refuses the request, or the engine does."""
-    door = CapabilityChecks(engine.config.engine, engine.capabilities, engine.end_tokens)
-    if not door.problems(request.sampling_params, request.bad_words_token_ids):
+    """Expect a refusal before the request is sent, or an error of the engine."""
+    checks = CapabilityChecks(engine.config.engine, engine.capabilities, engine.end_tokens)
+    if not checks.problems(request.sampling_params, request.bad_words_token_ids):
         _expect_error(engine, request)
 
 
 def _expect_error(engine: EngineUnderTest, request: EngineCoreRequest) -> None:
-    """The request is refused, and requests beside and behind it are served."""
+    """Expect an error for the request, and complete outputs of requests beside and after it."""
     mate = engine.send(engine.request(max_tokens=6))
     answer = engine.run_one(request)
     expect(answer.end[0] == "error", f"the request is served: it ended with {answer.end}")
-    expect(bool(answer.error), "the error has no sentence")
+    expect(bool(answer.error), "the error has no message")
     engine.finish(mate)
-    expect(len(mate.tokens) == 6, "the request beside it is not whole")
+    expect(len(mate.tokens) == 6, "the request beside it is not complete")
     engine.fence()

@@ -1,4 +1,4 @@
-"""A request that goes on behind tokens that an earlier attempt emitted equals the request that was never cut.
+"""A request that continues after the tokens of an earlier attempt equals the uninterrupted request.
 
 The emitted tokens are output, not prompt: penalties, min_tokens, bad words, grammars, repetition detection, max_tokens
 and the draws count from the prompt's end.
@@ -15,12 +15,12 @@ from headrace_engine.conformance.variants import VARIANTS, Variant
 
 @case_for_each(VARIANTS, lambda variant: variant.needs)
 def a_cut_request_goes_on_as_if_it_were_whole(engine: EngineUnderTest, variant: Variant) -> None:
-    """{}: cut behind its first, second, middle and last but one token, and resumed, it equals the whole request."""
+    """{}: resumed after the first, second, middle and last but one token, it equals the uninterrupted request."""
     whole = engine.run_one(variant.make(engine))
     expect(whole.error is None, f"the whole request ended with an error: {whole.error}")
     cuts = cuts_of(whole, variant)
     resumed = [engine.send(engine.again(whole.request, whole.tokens[:cut])) for cut in cuts]
-    if engine.capabilities.cache_salt:  # computed anew, while those before may take the whole one's KV blocks
+    if engine.capabilities.cache_salt:  # computed again; the others may use cached KV blocks
         resumed.append(engine.send(engine.again(whole.request, whole.tokens[: cuts[-1]], cache_salt="another")))
         cuts.append(cuts[-1])
     engine.finish(*resumed)
@@ -31,7 +31,7 @@ def a_cut_request_goes_on_as_if_it_were_whole(engine: EngineUnderTest, variant: 
 
 @case(GREEDY_RESUME)
 def emitted_tokens_are_not_sent_again(engine: EngineUnderTest) -> None:
-    """The first output of a resumed request holds the token behind the emitted ones, and none of these."""
+    """The first output of a resumed request has the token after the emitted ones, and none of these."""
     whole = engine.run_one(engine.request(presence_penalty=1.0))
     answer = engine.send(engine.again(whole.request, whole.tokens[:10]))
     engine.await_first_tokens(answer)
@@ -42,7 +42,7 @@ def emitted_tokens_are_not_sent_again(engine: EngineUnderTest) -> None:
 
 @case()
 def an_attempt_that_had_ended_is_answered_at_once(engine: EngineUnderTest) -> None:
-    """Where the emitted tokens were all, by max_tokens, stop or end token, the end comes alone, with its reason."""
+    """If the emitted tokens are complete, by max_tokens, stop or end token, only the end comes, with its reason."""
     plain = engine.run_one(engine.request())
     requests = []
     with contextlib.suppress(DoesNotApply):
@@ -60,7 +60,7 @@ def an_attempt_that_had_ended_is_answered_at_once(engine: EngineUnderTest) -> No
 
 @case()
 def an_attempt_beside_others_that_had_ended(engine: EngineUnderTest) -> None:
-    """A request that is answered at once holds nothing up: a request that runs beside it goes on to its end."""
+    """A request that is answered at once does not delay others: a running request continues to its end."""
     plain = engine.run_one(engine.request(max_tokens=4))
     mate = engine.send(engine.request(max_tokens=30))
     engine.await_first_tokens(mate)

@@ -29,7 +29,7 @@ def greedy_is_independent_of_the_batch(engine: EngineUnderTest) -> None:
 
 @case(DRAWS)
 def equal_seeds_give_equal_draws(engine: EngineUnderTest) -> None:
-    """A sampled request with the same seed has the same tokens again."""
+    """A sampled request has the same tokens again if its seed is the same."""
     request = engine.request(temperature=1.0, seed=77)
     first, second = engine.run_one(request), engine.run_one(engine.again(request))
     expect_same([second], [first], "the second run against the first")
@@ -52,14 +52,14 @@ def draws_are_independent_of_the_batch(engine: EngineUnderTest) -> None:
 
 @case(DRAWS)
 def other_seeds_give_other_draws(engine: EngineUnderTest) -> None:
-    """Sampled requests that differ in their seeds alone have different tokens."""
+    """Sampled requests that differ only in their seeds have different tokens."""
     answers = engine.run(*[engine.request(temperature=1.5, seed=seed) for seed in (1, 2, 3)])
     expect(len({tuple(a.tokens) for a in answers}) == 3, "requests with different seeds have the same tokens")
 
 
 @case_for_each(tuple(_ONE_CANDIDATE), lambda _: ())
 def one_candidate_is_greedy(engine: EngineUnderTest, name: str) -> None:
-    """{} leaves one candidate, so that the tokens are the greedy ones."""
+    """{} leaves one candidate, so the tokens are the greedy ones."""
     greedy = engine.run_one(engine.request(engine.prompt(15, 4)))
     sampled = engine.run_one(engine.request(engine.prompt(15, 4), **{"temperature": 1.0, **_ONE_CANDIDATE[name]}))
     expect_same([sampled], [greedy], "sampled against greedy")
@@ -74,14 +74,14 @@ def presence_penalty_counts_each_token_once(engine: EngineUnderTest) -> None:
 
 @case()
 def frequency_penalty_counts_each_time(engine: EngineUnderTest) -> None:
-    """frequency_penalty lowers the logit of a token of the output once for each time that it stands there."""
+    """frequency_penalty lowers the logit of a token once for each time that it occurs in the output."""
     answer = engine.run_one(engine.request(frequency_penalty=0.9, logprobs=20, max_tokens=40))
     _expect_greedy_by_hand(answer, lambda output, token: -0.9 * output.count(token))
 
 
 @case()
 def repetition_penalty_makes_tokens_rarer(engine: EngineUnderTest) -> None:
-    """repetition_penalty far above 1 repeats no more tokens of prompt and output than none does."""
+    """A repetition_penalty far above 1 does not repeat more tokens of prompt and output than no penalty does."""
     prompt = engine.prompt(20, 2)
     plain, penalised = engine.run(
         engine.request(prompt, max_tokens=40), engine.request(prompt, max_tokens=40, repetition_penalty=20.0)
@@ -102,7 +102,7 @@ def repetition_penalty_makes_tokens_rarer(engine: EngineUnderTest) -> None:
 
 @case(BIAS)
 def logit_bias_is_added(engine: EngineUnderTest) -> None:
-    """logit_bias is added to the logits of its tokens: a hundred makes a token certain, minus a hundred impossible."""
+    """logit_bias is added to the logits of its tokens: 100 makes a token certain, -100 makes it impossible."""
     plain = engine.run_one(engine.request(logprobs=5))
     first, second = plain.logprobs[0][0][0], plain.logprobs[0][1][0]
     chosen, forbidden, nudged = engine.run(
@@ -128,7 +128,7 @@ def allowed_token_ids_are_the_only_ones(engine: EngineUnderTest) -> None:
 
 @case(feature("bad_words"))
 def bad_words_are_not_completed(engine: EngineUnderTest) -> None:
-    """The token that would complete a bad word is not drawn; the tokens before it are."""
+    """The token that would complete a bad word is not drawn. The tokens before it are allowed."""
     whole = engine.run_one(engine.request())
     word = whole.tokens[6:9]
     start = next(i for i in range(24) if whole.tokens[i : i + 3] == word)

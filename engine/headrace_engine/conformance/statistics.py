@@ -1,4 +1,4 @@
-"""Statistics of the steps: each field that is claimed moves as it must."""
+"""Statistics of the steps: each claimed field has the right values."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -9,12 +9,12 @@ from headrace_engine.core.outputs import StepStats
 
 _ONE_PHASE = "phase_seconds.schedule"
 _FIELDS = (*(field.name for field in fields(StepStats) if field.name != "preemptions"), _ONE_PHASE)
-"""That of preemptions is a matter of pressure.py."""
+"""pressure.py checks the field preemptions."""
 
 
 @case_for_each(_FIELDS, lambda name: [stat(name)])
 def a_claimed_field_moves(engine: EngineUnderTest, name: str) -> None:
-    """{}: the field moves with the work, and levels fall back when it is done."""
+    """{}: the field changes with the work, and a gauge is 0 again at its end."""
     if name in _NEED_OPTIONS:
         raise DoesNotApply(f"needs {_NEED_OPTIONS[name]}")
     most = engine.config.scheduler.max_num_seqs
@@ -27,14 +27,14 @@ def a_claimed_field_moves(engine: EngineUnderTest, name: str) -> None:
 
 @case()
 def claimed_fields_exist(engine: EngineUnderTest) -> None:
-    """Every field of the claim stats is one that the statistics have."""
+    """Each name in the claim stats is a field of the statistics."""
     unknown = set(engine.capabilities.stats) - {field.name for field in fields(StepStats)} - {_ONE_PHASE}
     expect(not unknown, f"StepStats has no {', '.join(sorted(unknown))}")
 
 
 @case(stat("kv_blocks_used"), stat("running"))
 def aborted_requests_give_everything_back(engine: EngineUnderTest) -> None:
-    """After all requests were aborted, nothing runs and no KV block is used."""
+    """After an abort of all requests, none runs and no KV block is used."""
     victims = [engine.send(engine.request(engine.prompt(30, i), max_tokens=None)) for i in range(4)]
     engine.await_first_tokens(*victims)
     engine.abort(*victims)
@@ -44,7 +44,7 @@ def aborted_requests_give_everything_back(engine: EngineUnderTest) -> None:
 
 @case(stat("prefix_hit_tokens"))
 def cached_tokens_are_told_with_the_answer(engine: EngineUnderTest) -> None:
-    """A prompt that was computed before finds cached tokens, fewer than it has, and says how many."""
+    """A prompt that was computed before finds cached tokens, fewer than it has, and their number is reported."""
     prompt = engine.prompt(engine.info.max_model_len - 8, 2)
     first = engine.run_one(engine.request(prompt, max_tokens=2))
     second = engine.run_one(engine.request(prompt, max_tokens=2))
@@ -62,7 +62,7 @@ def _left(last: StepStats) -> str | None:
 def _levels(
     name: str, highest: Callable[[EngineUnderTest], int]
 ) -> Callable[[EngineUnderTest, list[Answer]], str | None]:
-    """A level that rises to at least so much, and is 0 at the end."""
+    """Check that a level rises to at least `highest`, and is 0 at the end."""
 
     def problem(engine: EngineUnderTest, _: list[Answer]) -> str | None:
         values = [getattr(step, name) for step in engine.steps]
@@ -90,7 +90,7 @@ def _not_negative(name: str) -> Callable[[EngineUnderTest, list[Answer]], str | 
 
 
 def _computed_tokens(answers: list[Answer]) -> int:
-    """Tokens that must be computed whatever is cached: each output token but the last of a request."""
+    """Return the number of tokens that no cache can save: all output tokens but the last of each request."""
     return sum(len(answer.tokens) - 1 for answer in answers)
 
 
@@ -124,7 +124,9 @@ def _hits(engine: EngineUnderTest, answers: list[Answer]) -> str | None:
 def _admitted(engine: EngineUnderTest, answers: list[Answer]) -> str | None:
     told = [name for step in engine.steps for name in step.admitted_choice_ids]
     expected = {answer.id for answer in answers}
-    return None if sorted(told) == sorted(expected) else f"{len(told)} admissions of {len(expected)} requests are told"
+    return (
+        None if sorted(told) == sorted(expected) else f"{len(told)} admissions of {len(expected)} requests are reported"
+    )
 
 
 def _phases(engine: EngineUnderTest, _: list[Answer]) -> str | None:

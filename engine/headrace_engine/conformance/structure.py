@@ -1,4 +1,4 @@
-"""Structured outputs: each kind that the engine claims gives texts of its form."""
+"""Structured outputs: outputs of each claimed kind have the required form."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace_engine.conformance.case import Broken, DoesNotApply, case, case_for_each, expect, feature, structured
 from headrace_engine.conformance.driver import Answer, EngineUnderTest
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.requests.request import EngineCoreRequest
 
 SCHEMA = {
     "type": "object",
@@ -26,7 +26,7 @@ GRAMMAR = 'start: "<" WORD "," WORD ("," WORD)? ">"\nWORD: /[a-c]{2,4}/\n'
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A form of one kind, and how a text of it is told."""
+    """A form of one kind, and the check of a text."""
 
     kind: str
     wanted: dict[str, Any]
@@ -36,7 +36,7 @@ class Form:
         return self.kind
 
     def problem(self, text: str) -> str | None:
-        """What is wrong with a whole text."""
+        """Return what is wrong with a complete text."""
         if self.kind == "choice":
             return None if text in CHOICES else f"{text[:80]!r} is none of the choices"
         if self.kind == "regex":
@@ -71,7 +71,7 @@ def the_text_has_its_form(engine: EngineUnderTest, form: Form) -> None:
 
 @case_for_each(FORMS, lambda form: [structured(form.kind)])
 def neighbours_do_not_disturb_it(engine: EngineUnderTest, form: Form) -> None:
-    """structured_outputs {}: an output is the same beside other forms and beside requests without any."""
+    """structured_outputs {}: an output is the same beside other forms and beside requests without a form."""
     request = form_request(engine, form)
     alone = engine.run_one(request)
     others = [form_request(engine, other) for other in FORMS if other.kind in engine.capabilities.structured_outputs]
@@ -84,14 +84,14 @@ def neighbours_do_not_disturb_it(engine: EngineUnderTest, form: Form) -> None:
 
 @case(feature("structured_outputs"))
 def every_claimed_kind_exists(engine: EngineUnderTest) -> None:
-    """Every kind of structured outputs that is claimed is one that a request can ask for."""
+    """Each claimed kind of structured outputs can be asked for by a request."""
     unknown = set(engine.capabilities.structured_outputs) - {form.kind for form in FORMS}
     expect(not unknown, f"no request can ask for {', '.join(sorted(unknown))}")
 
 
 @case(feature("structured_outputs"))
 def a_form_that_cannot_be_compiled_is_answered(engine: EngineUnderTest) -> None:
-    """A form that cannot be compiled ends its request with an error; the engine and the requests beside it live on."""
+    """A form that cannot be compiled ends its request with an error. The engine and other requests continue."""
     kind = engine.capabilities.structured_outputs[0]
     hopeless = {
         "json": {"json": {"type": "nothing"}},
@@ -104,7 +104,7 @@ def a_form_that_cannot_be_compiled_is_answered(engine: EngineUnderTest) -> None:
     answer = engine.run_one(engine.request(structured_outputs=hopeless[kind]))
     expect(answer.end[0] == "error" and answer.error, f"the request ended with {answer.end}, expected an error")
     engine.finish(mate)
-    expect(len(mate.tokens) == 8, "the request beside it is not whole")
+    expect(len(mate.tokens) == 8, "the request beside it is not complete")
 
 
 def form_request(engine: EngineUnderTest, form: Form, **params: Any) -> EngineCoreRequest:
@@ -113,11 +113,11 @@ def form_request(engine: EngineUnderTest, form: Form, **params: Any) -> EngineCo
     if form.kind == "json_object":
         params = {"logit_bias": _closing_bias(engine), **params}
     wanted = {"max_tokens": 120, "ignore_eos": False, "structured_outputs": form.wanted, **params}
-    return engine.request(engine.tokenizer.encode("Answer in the form that you were told: "), **wanted)
+    return engine.request(engine.tokenizer.encode("Answer in this form: "), **wanted)
 
 
 def _closing_bias(engine: EngineUnderTest) -> dict[int, float]:
-    """Makes a model that knows no JSON close the object soon."""
+    """Return a bias that makes a model without knowledge of JSON close the object soon."""
     limit = engine.capabilities.max_logit_bias
     if limit is not None and limit < 1 + len(engine.end_tokens):
         raise DoesNotApply("max_logit_bias is too small to bring an object to its end")

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.conformance import (  # noqa: F401  # their import registers the cases
     aborts,
     admission,
@@ -27,6 +26,7 @@ from headrace_engine.conformance.case import CASES, Broken, Case, DoesNotApply, 
 from headrace_engine.conformance.driver import Answer, EngineUnderTest
 from headrace_engine.conformance.launcher import Launcher
 from headrace_engine.errors import ConfigError, HeadraceEngineError
+from headrace_engine.options.capabilities import EngineCapabilities
 from headrace_engine.runner.contracts import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -118,18 +118,18 @@ class Suite:
         return engine
 
     def _make_references(self, engine: EngineUnderTest) -> None:
-        """Answers from where KV blocks and tokens a step are plenty; and how many blocks the longest request takes."""
+        """Compute the answers without limits of KV blocks and tokens, and the KV blocks of the longest request."""
         self._references = engine.run(*pressure.long_requests(engine))
         engine.settle()
-        # It has to run for some steps: where it ends in its first, an engine may tell of blocks that are free again.
+        # It must run for several steps: if it ended in its first step, its blocks might be reported as free again.
         engine.run_one(engine.request(engine.prompt(engine.info.max_model_len - 8), max_tokens=None))
         used = max(step.kv_blocks_used for step in engine.steps)
-        # An engine that does not tell how many it uses is given blocks as if they were of 16 tokens.
+        # If the engine does not report the blocks in use, assume blocks of 16 tokens.
         self._blocks_of_a_request = used or -(-engine.info.max_model_len // 16)
         engine.settle()
 
     def _start_tight(self) -> EngineUnderTest:
-        """Start an engine that is as small as its options allow."""
+        """Start an engine with the smallest limits that its options allow."""
         self._close()
         if self._tight_problem is not None:
             raise Broken(self._tight_problem)

@@ -1,14 +1,22 @@
-"""The requests that a resume must continue exactly: one for each sampling parameter that looks at earlier tokens."""
+"""Requests that must resume exactly: one for each sampling parameter that depends on earlier tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_engine.conformance.case import DRAWS, GREEDY_RESUME, SAMPLED_RESUME, Claim, feature, limit, structured
+from headrace_engine.conformance.case import (
+    DRAWS,
+    GREEDY_RESUME,
+    SAMPLED_RESUME,
+    NeededCapability,
+    feature,
+    limit,
+    structured,
+)
 from headrace_engine.conformance.driver import EngineUnderTest
 from headrace_engine.conformance.endings import last_new_token, own_end_tokens
 from headrace_engine.conformance.structure import FORMS, form_request
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.requests.request import EngineCoreRequest
 
 SEED = 77
 
@@ -24,14 +32,14 @@ class Variant:
     name: str
     make: Callable[[EngineUnderTest], EngineCoreRequest]
     sampled: bool = False
-    claims: tuple[Claim, ...] = ()
+    claims: tuple[NeededCapability, ...] = ()
     cuts: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return self.name
 
     @property
-    def needs(self) -> list[Claim]:
+    def needs(self) -> list[NeededCapability]:
         exact = [DRAWS, SAMPLED_RESUME] if self.sampled else [GREEDY_RESUME]
         return [*exact, *self.claims]
 

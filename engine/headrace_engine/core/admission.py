@@ -4,19 +4,19 @@
              |                             |                        |
              +-----------------------------+------------------------+--> refused: an output without a step
 
-Adapters are loaded and grammars are compiled in threads of their own, so that other requests go on. Imports no torch.
+Adapters are loaded and grammars are compiled in other threads, so that other requests continue. Imports no torch.
 """
 
 from collections.abc import Iterable
 
-from headrace_engine.core.grammar_preparation import GrammarPreparation
+from headrace_engine.core.grammars import GrammarPreparation
 from headrace_engine.core.lora_manager import LoRAManager
 from headrace_engine.core.outputs import EngineCoreOutput
 from headrace_engine.core.scheduler import Scheduler
 from headrace_engine.core.stop_check import check_stop
-from headrace_engine.errors import HeadraceEngineError, QueueFullError
-from headrace_engine.grammar import Grammar
-from headrace_engine.request import EngineCoreRequest, FinishReason, LoRAVersion, Request
+from headrace_engine.errors import EngineFullError, HeadraceEngineError
+from headrace_engine.grammar.grammar import Grammar
+from headrace_engine.requests.request import EngineCoreRequest, FinishReason, LoRAVersion, Request
 
 NO_LORA = "this engine serves no LoRA adapters: enable_lora is not set"
 
@@ -24,7 +24,7 @@ NO_LORA = "this engine serves no LoRA adapters: enable_lora is not set"
 _GRAMMAR_WAIT_SECONDS = 0.02
 
 
-class Admission:
+class CoreAdmission:
     """Belongs to the thread of the step loop.
 
     Args:
@@ -99,7 +99,7 @@ class Admission:
         request = Request(message, self._scheduler.kv.block_size, lora)
         output = EngineCoreOutput(request_id=request.request_id, new_token_ids=[])
         if message.output_token_ids:
-            # An earlier attempt may have died after the last token and before anybody was told that it was the last.
+            # An earlier attempt may have died after it emitted the last token, and before it reported the end.
             output.finish_reason, output.stop_reason = check_stop(request, self._max_model_len)
         if output.finish_reason is not None:
             self._scheduler.queue_limits.leave(_without_adapter(request).request_id)
@@ -114,7 +114,7 @@ class Admission:
         try:
             limits = self._scheduler.queue_limits
             limits.enter(message.request_id, len(message.prompt_token_ids) + len(message.output_token_ids))
-        except QueueFullError as error:
+        except EngineFullError as error:
             self._refuse(message, str(error))
             return False
         return True

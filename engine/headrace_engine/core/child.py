@@ -3,9 +3,9 @@
 import gc
 import sys
 
-from headrace_engine.config import EngineConfig
 from headrace_engine.core.runner_factory import create_runner
 from headrace_engine.core.serving import Core, run
+from headrace_engine.options.config import EngineConfig
 from headrace_engine.runner.contracts import ModelRunner
 
 

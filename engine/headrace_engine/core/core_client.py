@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from headrace_engine.capabilities import EngineCapabilities
-from headrace_engine.config import EngineConfig
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.outputs import EngineCoreOutputs
 from headrace_engine.core.runner_factory import create_runner
 from headrace_engine.errors import EngineDeadError
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.options.capabilities import EngineCapabilities
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.requests.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
 
 

@@ -11,19 +11,18 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, cast
 
-from headrace_engine.capabilities import EngineCapabilities
-from headrace_engine.config import FITTING_LENGTH, EngineConfig
-from headrace_engine.core.admission import NO_LORA, Admission
-from headrace_engine.core.grammar_preparation import GrammarPreparation
-from headrace_engine.core.kv_cache_manager import KVCacheManager
-from headrace_engine.core.kv_sizing import num_kv_blocks
+from headrace_engine.core.admission import NO_LORA, CoreAdmission
+from headrace_engine.core.grammars import GrammarPreparation
+from headrace_engine.core.kv_cache_manager import KVCacheManager, num_kv_blocks
 from headrace_engine.core.lora_manager import LoRAManager
 from headrace_engine.core.outputs import STEP_STATS, EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.core.scheduler import Scheduler
 from headrace_engine.core.step_execution import AheadExecutor, ComputedStep, SequentialExecutor, StepExecutor
 from headrace_engine.core.tokenizer_source import TokenizerSource
 from headrace_engine.errors import ConfigError, LoRAError
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.options.capabilities import EngineCapabilities
+from headrace_engine.options.config import FITTING_LENGTH, EngineConfig
+from headrace_engine.requests.request import EngineCoreRequest
 from headrace_engine.runner.contracts import DRAWS, LaunchingRunner, ModelInfo, ModelRunner, RunnerCapabilities
 
 
@@ -59,7 +58,7 @@ class EngineCore:
         self.loras = LoRAManager.create(config.lora, runner, lambda: self.wake())
         self._tokenizer = TokenizerSource(config, self.model_info)
         self._grammars = GrammarPreparation(self._tokenizer.create_grammar_compiler)
-        self._admission = Admission(self.scheduler, self.loras, self._grammars, self.model_info.max_model_len)
+        self._admission = CoreAdmission(self.scheduler, self.loras, self._grammars, self.model_info.max_model_len)
         self._executor: StepExecutor = SequentialExecutor(runner)
         if config.scheduler.async_scheduling:
             self._executor = AheadExecutor(cast(LaunchingRunner, runner), self.scheduler)

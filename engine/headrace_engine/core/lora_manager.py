@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from headrace_engine.config import LoRAConfig
 from headrace_engine.errors import ConfigError, LoRACapacityError, LoRAError
-from headrace_engine.lora_request import LoRARequest
-from headrace_engine.request import EngineCoreRequest, LoRAVersion
+from headrace_engine.options.config import LoRAConfig
+from headrace_engine.requests.lora_request import LoRARequest
+from headrace_engine.requests.request import EngineCoreRequest, LoRAVersion
 from headrace_engine.runner.contracts import AdapterLoader
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class LoRAManager:
     """Methods with vLLM's names may be called from any thread, the others only from the step loop.
 
     Args:
-        wake: called, from any thread, when a parked request can go on, as the step loop may sleep.
+        wake: called, from any thread, when a parked request can continue, as the step loop may sleep.
     """
 
     def __init__(self, config: LoRAConfig, runner: AdapterLoader, wake: Callable[[], None]) -> None:

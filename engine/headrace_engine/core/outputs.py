@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
-from headrace_engine.request import FinishReason
+from headrace_engine.requests.request import FinishReason
 from headrace_engine.runner.contracts import TokenLogprobs
 
 

@@ -20,22 +20,22 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
-from headrace_engine import errors, interpreter
-from headrace_engine.capabilities import EngineCapabilities
-from headrace_engine.capability_checks import config_problems
-from headrace_engine.config import EngineConfig
+from headrace_engine import errors
 from headrace_engine.core.frames import PROTOCOL, Connection, protocol_problem
 from headrace_engine.core.outputs import EngineCoreOutputs
-from headrace_engine.engines import find_engine
 from headrace_engine.errors import (
     ConfigError,
     EngineDeadError,
-    EngineDeathCause,
     HeadraceEngineError,
     ModelLoadError,
 )
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.options.capabilities import EngineCapabilities, config_problems
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.options.engines import find_engine
+from headrace_engine.requests.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
+from headrace_engine.system import control_group, interpreter
+from headrace_wire.codes import EngineDeathCause
 
 
 class EngineCoreProcess:
@@ -53,6 +53,7 @@ class EngineCoreProcess:
         child_read, parent_write = os.pipe()
         parent_read, child_write = os.pipe()
         self._connection = Connection(parent_read, parent_write, waits=False)
+        self._oom_kills = control_group.oom_kills()
         try:
             self._process = subprocess.Popen(
                 [self._python, "-m", self._engine.child_module, str(child_read), str(child_write)],
@@ -85,7 +86,7 @@ class EngineCoreProcess:
 
     def _link_packages(self, environment: dict[str, str]) -> interpreter.LinkedPackages:
         """Let another interpreter import what the child needs. Raises ConfigError if it is not a usable interpreter."""
-        names = {"headrace_engine", self._engine.child_module.partition(".")[0]}
+        names = {"headrace_engine", "headrace_wire", self._engine.child_module.partition(".")[0]}
         if interpreter.check(self._python):
             names.add("msgpack")
         links = interpreter.LinkedPackages(sorted(names))
@@ -184,10 +185,20 @@ class EngineCoreProcess:
                 f"why; standard error has the traceback. What it imports is installed there by "
                 f"{self._engine.install_command}"
             )
-        # Only the kernel, when memory is short, kills a process that its parent has not killed.
-        killed = self._process.returncode == -signal.SIGKILL and not self._stopping
-        cause: EngineDeathCause = "out_of_memory" if killed else "crash"
-        return EngineDeadError(f"the engine process {self.pid} ended, {how}", cause=cause)
+        if self._was_killed_for_memory():
+            limit = control_group.memory_limit()
+            full = "the machine" if limit is None else f"its control group, whose limit is {limit / 2**30:.1f} GiB,"
+            return EngineDeadError(
+                f"the engine process {self.pid} was killed by the kernel, because {full} ran out of memory: "
+                "lower kv_cache_memory or max_num_seqs, or give it more memory",
+                cause="out_of_memory",
+            )
+        return EngineDeadError(f"the engine process {self.pid} ended, {how}")
+
+    def _was_killed_for_memory(self) -> bool:
+        if self._process.returncode != -signal.SIGKILL or self._stopping or self._oom_kills is None:
+            return False
+        return (control_group.oom_kills() or 0) > self._oom_kills
 
     def _take(self, frames: list[Any]) -> list[EngineCoreOutputs]:
         self._has_spoken = self._has_spoken or bool(frames)

@@ -5,9 +5,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-from headrace_engine.config import SchedulingPolicy
-from headrace_engine.errors import QueueFullError
-from headrace_engine.request import Request, RequestStatus
+from headrace_engine.errors import EngineFullError
+from headrace_engine.options.config import SchedulingPolicy
+from headrace_engine.requests.request import Request, RequestState
 
 
 class RequestQueue(Protocol):
@@ -92,14 +92,14 @@ class QueueLimits:
         self._num_tokens = 0
 
     def enter(self, request_id: str, num_tokens: int) -> None:
-        """Count a new request, once. Raises QueueFullError, without counting it, if it exceeds a limit."""
+        """Count a new request, once. Raises EngineFullError, without counting it, if it exceeds a limit."""
         if request_id in self._entered:
             return
         if self._max_requests is not None and len(self._entered) >= self._max_requests:
-            raise QueueFullError("max_num_queued_requests", self._max_requests, f"{len(self._entered)} requests wait")
+            raise EngineFullError("max_num_queued_requests", self._max_requests, f"{len(self._entered)} requests wait")
         if self._max_tokens is not None and self._num_tokens + num_tokens > self._max_tokens:
             waiting = f"{self._num_tokens} tokens wait and the request has {num_tokens}"
-            raise QueueFullError("max_num_queued_tokens", self._max_tokens, waiting)
+            raise EngineFullError("max_num_queued_tokens", self._max_tokens, waiting)
         self._entered[request_id] = num_tokens
         self._num_tokens += num_tokens
 
@@ -109,6 +109,6 @@ class QueueLimits:
 
     def check_integrity(self, waiting: Iterable[Request], elsewhere: Iterable[str]) -> None:
         """Assert that exactly the new requests of the queue and those that wait elsewhere are counted."""
-        new = {request.request_id for request in waiting if request.status is RequestStatus.WAITING}
+        new = {request.request_id for request in waiting if request.status is RequestState.WAITING}
         assert self._entered.keys() == new | set(elsewhere), self._entered.keys() ^ (new | set(elsewhere))
         assert self._num_tokens == sum(self._entered.values())

@@ -2,10 +2,10 @@
 
 from importlib import import_module
 
-from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
+from headrace_engine.options.config import EngineConfig
 from headrace_engine.runner.contracts import ModelRunner
-from headrace_engine.tokenizer_parts import TokenizerParts
+from headrace_engine.text.tokenizer_parts import TokenizerParts
 
 
 def create_runner(config: EngineConfig) -> ModelRunner:

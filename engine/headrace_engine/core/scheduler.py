@@ -9,9 +9,8 @@ start. A preempted request is one whose `num_computed_tokens` is back at 0. Afte
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from headrace_engine.config import SchedulerConfig
 from headrace_engine.core.block_pool import Block
-from headrace_engine.core.grammar_states import GrammarStates
+from headrace_engine.core.grammars import GrammarStates
 from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.outputs import EngineCoreOutput, StepStats
 from headrace_engine.core.request_queue import QueueLimits, create_request_queue
@@ -19,10 +18,11 @@ from headrace_engine.core.speculation import Speculator
 from headrace_engine.core.step_plan import StepPlan, ends_with_pending, is_prefill, new_request
 from headrace_engine.core.stop_check import check_stop
 from headrace_engine.errors import ContextLengthError, DuplicateRequestError
-from headrace_engine.grammar import Grammar
-from headrace_engine.request import FinishReason, Request, RequestStatus
+from headrace_engine.grammar.grammar import Grammar
+from headrace_engine.options.config import SchedulerConfig
+from headrace_engine.options.speculative_config import SpeculativeConfig
+from headrace_engine.requests.request import FinishReason, Request, RequestState
 from headrace_engine.runner.contracts import RunnerCapabilities, StepBatch, StepOutput
-from headrace_engine.speculative_config import SpeculativeConfig
 
 # A step holds the logits of all scheduled prompt tokens of a request that wants their log-probabilities.
 _MAX_PROMPT_LOGPROBS_CHUNK = 512
@@ -74,7 +74,7 @@ class Scheduler:
             raise ContextLengthError(
                 f"the request has {request.num_tokens} tokens, must have at least 1 and less than {self.max_model_len}"
             )
-        if request.status is RequestStatus.PREEMPTED:  # it returns with another grammar
+        if request.status is RequestState.PREEMPTED:  # it returns with another grammar
             self.waiting.add_first(request)
         else:
             self.queue_limits.enter(request.request_id, request.num_tokens)
@@ -89,7 +89,7 @@ class Scheduler:
         for request_id in request_ids:
             request = self.requests.get(request_id)
             if request is not None:
-                if request.status is RequestStatus.RUNNING:
+                if request.status is RequestState.RUNNING:
                     self.running.remove(request)
                 else:
                     self.waiting.remove(request)
@@ -104,7 +104,7 @@ class Scheduler:
         return taken
 
     def has_work(self) -> bool:
-        """Whether a step would do anything, if only to tell the runner about removed requests."""
+        """Whether a step is needed: for a request, or to remove ended requests from the runner."""
         return bool(self.requests or self._removed)
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ class Scheduler:
     def _suspend(self, request: Request) -> None:
         self.running.remove(request)
         self.kv.free(request)
-        request.status = RequestStatus.PREEMPTED
+        request.status = RequestState.PREEMPTED
         request.num_computed_tokens = 0
         request.draft_token_ids = []
         self._removed.append(request.request_id)
@@ -336,14 +336,14 @@ class Scheduler:
 
     def _start(self, request: Request, num_hit: int) -> None:
         self.queue_limits.leave(request.request_id)
-        if request.status is RequestStatus.WAITING:
+        if request.status is RequestState.WAITING:
             self.stats.admitted_choice_ids.append(request.request_id)
             request.num_cached_tokens = min(num_hit, request.num_prompt_tokens)
             if self.kv.enable_prefix_caching and request.prompt_logprobs is None:
                 self.stats.prefix_queried_tokens += request.num_tokens
                 self.stats.prefix_hit_tokens += num_hit
         request.num_computed_tokens = num_hit
-        request.status = RequestStatus.RUNNING
+        request.status = RequestState.RUNNING
         self.running.append(request)
 
     # -- results of a step ----------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ class Scheduler:
             launched = [self.requests[request_id] for request_id in batch.num_scheduled_tokens]
         for request in launched:
             request_id = request.request_id
-            if request.status is RequestStatus.FINISHED:
+            if request.status is RequestState.FINISHED:
                 continue
             if request.prompt_logprobs is not None:
                 request.prompt_logprobs += output.prompt_logprobs.get(request_id, ())
@@ -391,7 +391,7 @@ class Scheduler:
             self.running = [request for request in self.running if request.request_id not in finished]
             for request_id in finished:
                 request = self.requests[request_id]
-                if request.status is RequestStatus.PREEMPTED:
+                if request.status is RequestState.PREEMPTED:
                     self.waiting.remove(request)
                 self._finish(request)
         return outputs
@@ -406,7 +406,7 @@ class Scheduler:
         self._without_grammar.append((request, grammar))
 
     def _remember_full_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        if request.status is RequestStatus.RUNNING:  # it was not preempted while its step was in flight
+        if request.status is RequestState.RUNNING:  # it was not preempted while its step was in flight
             self.kv.remember_full_blocks(request, num_computed_tokens)
 
     def _accept_verified(
@@ -445,9 +445,9 @@ class Scheduler:
         return entry
 
     def _finish(self, request: Request) -> None:
-        if request.status is RequestStatus.RUNNING:
+        if request.status is RequestState.RUNNING:
             self._removed.append(request.request_id)
-        request.status = RequestStatus.FINISHED
+        request.status = RequestState.FINISHED
         if self._speculator is not None:
             self._speculator.forget(request.request_id)
         self.grammars.forget(request.request_id)
@@ -476,7 +476,7 @@ class Scheduler:
         counts: dict[str, list[int]] = {}
         for request in self.requests.values():
             if request.lora is not None:
-                waits = request.status is not RequestStatus.RUNNING
+                waits = request.status is not RequestState.RUNNING
                 counts.setdefault(request.lora.name, [0, 0])[waits] += 1
         return counts
 
@@ -490,8 +490,8 @@ class Scheduler:
         assert len(self.running) <= self._max_num_seqs
         self.queue_limits.check_integrity(self.waiting, elsewhere)
         assert len({r.lora.version for r in self.running if r.lora is not None}) <= self._max_loras
-        assert all(request.status is RequestStatus.RUNNING for request in self.running)
-        assert all(request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) for request in self.waiting)
+        assert all(request.status is RequestState.RUNNING for request in self.running)
+        assert all(request.status in (RequestState.WAITING, RequestState.PREEMPTED) for request in self.waiting)
         self.kv.check_integrity(self.running)
 
 

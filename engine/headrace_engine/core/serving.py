@@ -18,12 +18,12 @@ from functools import partial
 from typing import Any, Protocol
 
 from headrace_engine import errors
-from headrace_engine.capabilities import EngineCapabilities
-from headrace_engine.config import EngineConfig
 from headrace_engine.core.frames import PROTOCOL, Connection
 from headrace_engine.core.outputs import EngineCoreOutputs
 from headrace_engine.errors import ConfigError, raised_at
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.options.capabilities import EngineCapabilities
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.requests.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def run(make_core: Callable[[EngineConfig], Core], read_fd: int, write_fd: int) 
         core.shutdown()
     except BrokenPipeError:
         return 0  # the parent is gone
-    except Exception as error:  # noqa: BLE001  # the parent is told about any failure
+    except Exception as error:  # noqa: BLE001  # every failure is sent to the parent
         _log_failure(error, is_starting=core is None)
         with contextlib.suppress(BrokenPipeError):
             connection.send(["failed", f"{type(error).__name__}: {error}", type(error).__name__])
@@ -138,7 +138,7 @@ def _log_failure(error: Exception, *, is_starting: bool) -> None:
     if isinstance(error, ConfigError | ImportError) and is_starting:
         return  # the parent logs the message, which is complete
     if is_starting:
-        logger.error("the engine stops", exc_info=error)  # there was no request yet that the text could quote
+        logger.error("the engine stops", exc_info=error)  # the error cannot quote a request: there was none yet
     else:
         logger.error("the engine stops at\n%s", raised_at(error))
 

@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from headrace_engine.core.scheduler import Scheduler
 from headrace_engine.errors import raised_at
-from headrace_engine.request import Request
+from headrace_engine.requests.request import Request
 from headrace_engine.runner.contracts import LaunchedStep, LaunchingRunner, ModelRunner, StepBatch, StepOutput
 
 logger = logging.getLogger(__name__)

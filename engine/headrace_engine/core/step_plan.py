@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from headrace_engine.request import Request
+from headrace_engine.requests.request import Request
 from headrace_engine.runner.contracts import NewRequest, StepBatch
 
 

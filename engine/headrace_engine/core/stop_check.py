@@ -1,7 +1,9 @@
 """Decides when an output ends: an end token, a stop token, its length, or a repetition. Knows no stop strings."""
 
-from headrace_engine.core.repetition import ends_in_repetition
-from headrace_engine.request import FinishReason, Request
+from collections.abc import Sequence
+
+from headrace_engine.requests.request import FinishReason, Request
+from headrace_engine.requests.sampling_params import RepetitionDetectionParams
 
 
 def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason | None, int | str | None]:
@@ -32,3 +34,20 @@ def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason | Non
     ):
         return FinishReason.REPETITION, "repetition_detected"
     return None, None
+
+
+def ends_in_repetition(token_ids: Sequence[int], start: int, params: RepetitionDetectionParams) -> bool:
+    """Whether `token_ids[start:]` ends with `min_count` copies of a pattern of an allowed length.
+
+    An earlier repetition does not count: the model has left it.
+    """
+    last, length = token_ids[-1], len(token_ids) - start
+    for size in range(max(params.min_pattern_size, 1), params.max_pattern_size + 1):
+        needed = size * params.min_count
+        if needed > length:
+            return False
+        if token_ids[-1 - size] == last:  # else it cannot be, and most sizes end here
+            tail = token_ids[-needed:]
+            if tail[size:] == tail[:-size]:
+                return True
+    return False

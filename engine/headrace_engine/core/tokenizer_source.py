@@ -4,12 +4,12 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
-from headrace_engine.config import EngineConfig
 from headrace_engine.core.runner_factory import load_tokenizer
 from headrace_engine.errors import HeadraceEngineError
-from headrace_engine.grammar import GrammarCompiler, TokenizerDefinition
+from headrace_engine.grammar.grammar import GrammarCompiler, TokenizerDefinition
+from headrace_engine.options.config import EngineConfig
 from headrace_engine.runner.contracts import ModelInfo
-from headrace_engine.tokenizer_parts import TokenizerParts
+from headrace_engine.text.tokenizer_parts import TokenizerParts
 
 
 class TokenizerSource:

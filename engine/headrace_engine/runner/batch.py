@@ -13,13 +13,18 @@ import numpy.typing as npt
 import torch
 
 from headrace_engine.errors import NOTHING_MAY_FOLLOW
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.attention.backend import AttentionMetadata
 from headrace_engine.runner.contracts import GrammarBitmask, NewRequest, StepBatch, TokenLogprobs
 from headrace_engine.runner.sampling.request_processors import ProcessorSet, RequestProcessors
 from headrace_engine.runner.sampling.rng import uniform
-from headrace_engine.runner.sampling.sampler import NO_TOKEN, SamplingRow, prompt_logprobs
-from headrace_engine.runner.sampling.token_rules import TokenRules, create_token_rules
-from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.runner.sampling.sampler import (
+    NO_TOKEN,
+    SamplingRow,
+    TokenRules,
+    create_token_rules,
+    prompt_logprobs,
+)
 
 T = TypeVar("T")
 

@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
-from headrace_engine.lora_request import LoRARequest
-from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.requests.lora_request import LoRARequest
+from headrace_engine.requests.sampling_params import SamplingParams
 
 DRAWS: Final = "headrace-1"
 """Version of the sampling algorithm of all runners. The same logits, seed and position give the same token.
 
-Increase the number with any change of `rng.py`, `sampler.py` or `token_rules.py` that gives another token. A request
+Increase the number with any change of `rng.py` or `sampler.py` that gives another token. A request
 that a new worker continues for an old one may then get other tokens, and is counted as such.
 """
 TokenLogprobs = list[tuple[int, float, int]]
@@ -104,7 +104,7 @@ class StepOutput:
     """Requests whose token differs from the one that the next step, already launched, has computed with. The next step
     yields no token for them, and their token has to be computed again."""
     errors: dict[str, str] = field(default_factory=dict)
-    """Requests for which no token could be chosen, and why. The scheduler ends them; the others go on."""
+    """Requests for which no token could be chosen, and why. The scheduler ends them; the others continue."""
     phase_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds spent in prepare, forward and sample."""
     num_padded_tokens: int = 0

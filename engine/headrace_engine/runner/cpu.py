@@ -5,8 +5,8 @@ import time
 
 import torch
 
-from headrace_engine.config import EngineConfig
-from headrace_engine.lora_request import LoRARequest
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.requests.lora_request import LoRARequest
 from headrace_engine.runner.batch import RequestBatch
 from headrace_engine.runner.contracts import KVSpec, ModelInfo, RunnerCapabilities, StepBatch, StepOutput
 from headrace_engine.runner.lora.layers import LoRALayers

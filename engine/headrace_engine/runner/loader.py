@@ -3,9 +3,9 @@
 import os
 import sys
 
-from headrace_engine.config import EngineConfig
-from headrace_engine.devices import DEVICES
 from headrace_engine.errors import ConfigError
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.options.devices import DEVICES
 from headrace_engine.runner.contracts import ModelRunner
 
 
@@ -17,7 +17,7 @@ def create_runner(config: EngineConfig) -> ModelRunner:
     """
     device = DEVICES.get(config.model.device)
     if device is None:
-        raise ConfigError(f"device {config.model.device!r} is not supported; allowed are {', '.join(DEVICES)}")
+        raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {config.model.device!r}")
     if device.is_static:
         config.static.prepare_environment(device.name, 0, os.environ, is_torch_imported="torch" in sys.modules)
         from headrace_engine.runner.static.loader import create_static_runner

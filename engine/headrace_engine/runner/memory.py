@@ -1,5 +1,6 @@
 """Memory: what is free, what the weights of a model need, and the release of what is not needed."""
 
+import contextlib
 import ctypes
 import json
 import math
@@ -9,8 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from headrace_engine.checkpoint import is_gguf
+from headrace_engine.checkpoints.checkpoint import is_gguf
 from headrace_engine.errors import ConfigError
+from headrace_engine.system import control_group
+from headrace_engine.system.heap import release_freed_heap
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MADV_DONTNEED = 4
@@ -19,23 +22,12 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 
 def available_memory() -> int:
-    """Return the bytes that are available without swapping, within the limit of the control group."""
+    """Return the bytes that are available without swapping, within the limits of the control groups."""
     free = os.sysconf("SC_AVPHYS_PAGES") * _PAGE
-    try:
-        with open("/proc/meminfo") as lines:  # noqa: PTH123
-            free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-        free = min(free, _control_group_room())
-    except (OSError, ValueError, StopIteration):
-        pass  # no control group limit ("max"), or not Linux
-    return free
-
-
-def _control_group_room() -> int:
-    limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-    used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    # Page cache counts as used, but the kernel drops it before an allocation fails.
-    statistics = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
-    return limit - used + int(statistics.get("inactive_file", 0))
+    with contextlib.suppress(OSError, ValueError, StopIteration), Path("/proc/meminfo").open() as lines:
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    room = control_group.memory_room()
+    return free if room is None else min(free, room)
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
@@ -55,11 +47,11 @@ def _file_bytes(path: Path, dtype: torch.dtype) -> int:
 
 
 def _gguf_bytes(model: str, dtype: torch.dtype) -> int:
-    from gguf import GGUFReader  # takes half a second, so only if needed
+    from headrace_engine.checkpoints.gguf_reader import HeaderReader  # imports gguf, which other models do not need
 
     if not Path(model).is_file():
         return 0  # the loader raises the error
-    return dtype.itemsize * sum(int(tensor.n_elements) for tensor in GGUFReader(model).tensors)
+    return dtype.itemsize * sum(int(tensor.n_elements) for tensor in HeaderReader(model).tensors)
 
 
 def check_weights_fit(model: str, dtype: torch.dtype) -> None:
@@ -101,14 +93,13 @@ def release_unused() -> None:
     Such pages are read again, mostly from the page cache, if they are accessed. A mapping with modified pages is kept,
     because their content would be lost.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
+    release_freed_heap()
     torch.cuda.empty_cache()  # does nothing without a GPU
     try:
         regions = Path("/proc/self/smaps").read_text().splitlines()
     except OSError:
         return  # not Linux: the system reclaims clean pages when it needs them
+    libc = ctypes.CDLL(None)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     start = end = 0
     for line in regions:

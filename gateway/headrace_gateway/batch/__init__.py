@@ -10,10 +10,10 @@ answer_file    a file of answers that holds complete lines only
 
 Batches over HTTP, which survive the loss of any replica:
 
-batch_record   a batch and its object over HTTP
-batch_store    batches in Redis; a replica writes to a batch only while it holds the claim
+record         a batch and its object over HTTP
+store          batches in Redis; a replica writes to a batch only while it holds the claim
 segments       the answers that one claim has written, and how many of their bytes are committed
-batch_work     runs one batch from its validation to its files
-batch_runner   claims batches, renews the claims, and hands batches over
-batches_endpoint   `/v1/batches`
+work           runs one batch from its validation to its files
+runner         claims batches, renews the claims, and hands batches over
+endpoints      `/v1/batches`
 """

@@ -3,18 +3,23 @@
 import shutil
 import sys
 import tempfile
+from codecs import BOM_UTF8
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import IO, Final, Self
 
-from headrace_gateway.batch_line import MAX_LINE_BYTES
-from headrace_gateway.errors import BatchError
-from headrace_gateway.files.file_threads import in_file_thread
+from headrace_gateway.batch.line import MAX_LINE_BYTES
+from headrace_gateway.errors import BatchError, InputRefusedError, LineProblem
+from headrace_gateway.files.threads import in_file_thread
+from headrace_gateway.requests.body import SMALL_BYTES
+from headrace_wire.codes import BatchCode
 
 STANDARD: Final = "-"
 """Stands for standard input or standard output in place of a file name."""
 _BLOCK_LINES: Final = 32
-_BLOCK_BYTES: Final = 2**20
+_BLOCK_BLANKS: Final = 1024
+_BLOCK_BYTES: Final = SMALL_BYTES
+"""The event loop handles a block in one turn."""
 
 
 class InputFile:
@@ -38,21 +43,33 @@ class InputFile:
 
     def lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield every line that is not blank, with its number from 1. An oversized line is cut just above the limit."""
+        return ((number, line) for number, line in self._all_lines() if not _is_blank(line))
+
+    def _all_lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the same lines with blank ones. A byte order mark at the start is no part of the first line."""
         self._file.seek(0)
+        if self._file.read(len(BOM_UTF8)) != BOM_UTF8:
+            self._file.seek(0)
         number = 0
         while line := self._read_line():
             number += 1
-            if len(line) > MAX_LINE_BYTES or line.strip():
-                yield number, line
+            yield number, line
             while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
                 line = self._read_line()
 
-    async def read(self) -> AsyncIterator[tuple[int, bytes]]:
-        """Yield the same lines without blocking the event loop: a thread reads a few at a time."""
-        lines = self.lines()
+    async def read(self, *, max_lines: int | None = None) -> AsyncIterator[tuple[int, bytes]]:
+        """Yield the same lines without blocking the event loop: a thread reads a few at a time.
+
+        Raises InputRefusedError if it has more than `max_lines`, of which blank ones count, too.
+        """
+        lines = self._all_lines()
         while block := await in_file_thread(_block, lines):
-            for line in block:
-                yield line
+            for number, line in block:
+                if max_lines is not None and number > max_lines:
+                    message = f"it has more than {max_lines} lines: split it into several batches"
+                    raise InputRefusedError(self.name, [LineProblem(None, BatchCode.TOO_MANY_TASKS, message)], 1)
+                if line:
+                    yield number, line
 
     def _read_line(self) -> bytes:
         try:
@@ -61,12 +78,21 @@ class InputFile:
             raise BatchError(f"{self.name} cannot be read: {error.strerror}") from None
 
 
+def _is_blank(line: bytes) -> bool:
+    """Return whether a line is blank. An oversized one is not: it is cut, and what follows is unknown."""
+    return len(line) <= MAX_LINE_BYTES and not line.strip()
+
+
 def _block(lines: Iterator[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
-    block, size = [], 0
-    for line in lines:
-        block.append(line)
-        size += len(line[1])
-        if len(block) == _BLOCK_LINES or size >= _BLOCK_BYTES:
+    """Return the next lines, with b"" for blank ones: few enough that no other reader waits long."""
+    block: list[tuple[int, bytes]] = []
+    num_bytes = num_filled = 0
+    for number, line in lines:
+        is_blank = _is_blank(line)
+        block.append((number, b"" if is_blank else line))
+        num_filled += not is_blank
+        num_bytes += len(line)
+        if num_filled == _BLOCK_LINES or len(block) == _BLOCK_BLANKS or num_bytes >= _BLOCK_BYTES:
             break
     return block
 

@@ -5,7 +5,7 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
@@ -21,20 +21,23 @@ from headrace_broker import (
     SubmitRequest,
     UnknownModelError,
 )
-from headrace_broker.connections import connect_async
 from headrace_broker.errors import MalformedEntryError, UsedRequestIdError
-from headrace_broker.stream_hub import StreamHub
-from headrace_gateway.answer_reader import open_reader
-from headrace_gateway.batch_line import BatchLine
-from headrace_gateway.broker_errors import api_error_of
-from headrace_gateway.call import with_usage
-from headrace_gateway.call_fields import bounded_priority
-from headrace_gateway.cancellation import check_cancelled
-from headrace_gateway.envelope import Envelope
+from headrace_broker.server.connections import connect_async
+from headrace_broker.streams.hub import StreamHub
+from headrace_gateway.answers.complete_answer import CompleteAnswer
+from headrace_gateway.answers.envelope import Envelope
+from headrace_gateway.answers.reader import open_reader
+from headrace_gateway.background_task import check_cancelled
+from headrace_gateway.batch.line import BatchLine, LineReader
 from headrace_gateway.errors import ApiError
-from headrace_gateway.fold import Fold
-from headrace_gateway.keys import ApiKey
-from headrace_gateway.model_catalog import ModelCatalog
+from headrace_gateway.generation import Api
+from headrace_gateway.http.broker_errors import api_error_of
+from headrace_gateway.keys.api_key import ApiKey
+from headrace_gateway.keys.model_catalog import ModelCatalog
+from headrace_gateway.requests.body_lane import BodyLane
+from headrace_gateway.requests.call import with_usage
+from headrace_gateway.requests.call_fields import bounded_priority
+from headrace_wire.codes import BatchCode, ErrorCode
 
 _FOREVER: Final = 10 * 365 * 86400
 """The batch handles its own deadline; the reader must not."""
@@ -83,6 +86,7 @@ class LineRequests:
         key: the owner of the requests. A body may ask for a worse priority than its best one.
         deadline: Unix seconds after which the queue drops unanswered requests; None: never.
         on_waiting: called with the reason each time that a line cannot be sent.
+        lane: reads the large lines; None: this process reads them.
         pause: seconds before a failed send is retried.
         resend_after: seconds after which a request is sent again, in case Redis has lost it; doubled with each repeat.
     """
@@ -97,6 +101,7 @@ class LineRequests:
         key: ApiKey,
         deadline: float | None = None,
         on_waiting: Callable[[str], None],
+        lane: BodyLane | None = None,
         pause: float = 1.0,
         resend_after: float = 60.0,
     ) -> None:
@@ -105,6 +110,7 @@ class LineRequests:
         self._models: Final = models
         self._secret: Final = secret
         self._key: Final = key
+        self._reader: Final = LineReader(lane, key)
         self._deadline: Final = deadline
         self._on_waiting: Final = on_waiting
         self._pause: Final = pause
@@ -142,7 +148,7 @@ class LineRequests:
                 num_lost += lost.was_sent
                 if num_lost == _LOST_LIMIT:
                     message = f"the request was sent {num_lost} times, and its stream was lost each time"
-                    return LineAnswer(line.unanswered("answer_lost", message), False, request_ids=request_ids)
+                    return LineAnswer(line.unanswered(BatchCode.ANSWER_LOST, message), False, request_ids=request_ids)
                 attempt += 1
             except redis.RedisError as error:  # out of memory, read-only: the retry has the same id
                 if isinstance(error, redis.exceptions.NoPermissionError):
@@ -153,19 +159,20 @@ class LineRequests:
 
     async def _answer(self, line: BatchLine, answer_id: str, made: list[str]) -> LineAnswer:
         try:
-            body = await self._generate(line, answer_id, made)
-            return LineAnswer(line.answered(200, answer_id, body), True, body.get("usage"))
+            body, ignored = await self._generate(line, answer_id, made)
+            return LineAnswer(line.answered(200, answer_id, body, ignored), True, body.get("usage"))
         except MalformedEntryError as error:
-            return LineAnswer(line.unanswered("unreadable_answer", str(error)), False)
+            return LineAnswer(line.unanswered(BatchCode.UNREADABLE_ANSWER, str(error)), False)
         except QueueUnavailableError:
             raise
         except HeadraceBrokerError as error:
             refused = api_error_of(error)
         except ApiError as error:
             refused = error
-        if refused.code == "quota_exceeded":
+        if refused.code == ErrorCode.QUOTA_EXCEEDED:
             raise _QuotaError
-        if (refused.code == "cancelled" and self._is_stopped) or (refused.code == "expired" and self._deadline):
+        is_end_of_batch = self._is_stopped if refused.code == ErrorCode.CANCELLED else self._deadline
+        if refused.code in (ErrorCode.CANCELLED, ErrorCode.EXPIRED) and is_end_of_batch:
             raise LineStoppedError
         return LineAnswer(line.answered(refused.status, answer_id, refused.body()), False)
 
@@ -176,29 +183,34 @@ class LineRequests:
     def answer_id(self, line: BatchLine, attempt: int) -> str:
         """Return the id of the answer and of its request: the same in every run that reaches this attempt."""
         digest = hashlib.blake2b(f"{line.id}/{attempt}".encode(), key=self._secret.encode(), digest_size=16)
-        return f"{line.id_prefix}{digest.hexdigest()}"
+        return f"{line.api.prefix}{digest.hexdigest()}"
 
-    async def _generate(self, line: BatchLine, answer_id: str, made: list[str]) -> dict[str, Any]:
-        model, lora = await self._retrying(partial(self._models.find, line.body.get("model"), self._key))
-        call = line.read_call(model, lora)
+    async def _generate(
+        self, line: BatchLine, answer_id: str, made: list[str]
+    ) -> tuple[dict[str, Any], Collection[str]]:
+        """Return the answer's body, and the fields of the request that were ignored."""
+        model, lora = await self._retrying(partial(self._models.find, line.model, self._key))
+        call = await self._reader.call(line, model, lora)
         envelope = Envelope.of(call, answer_id, self._key, expires=_FOREVER)
-        envelope = msgspec.structs.replace(envelope, form=with_usage(envelope.form))
+        envelope = msgspec.structs.replace(envelope, options=with_usage(envelope.options))
         request_ids = envelope.request_ids
         made += [request_id for request_id in request_ids if request_id not in made]
         options: SubmitRequest = {
             "model": model.name,
             "tenant": self._key.tenant,
+            "cache_salt": self._key.cache_salt,
             "priority": bounded_priority(call.priority, self._key),
+            "prefix_key": call.prefix_key,
         }
         if self._deadline is not None:
             options["expires"] = max(1.0, self._deadline - time.time())
         requests: list[SubmitRequest] = [
-            {**submission, **options, "request_id": request_id}
-            for submission, request_id in zip(call.submissions, request_ids, strict=True)
+            {**options, "request": request, "request_id": request_id}
+            for request, request_id in zip(call.requests, request_ids, strict=True)
         ]
         self._running.add(envelope.request_ids)
         try:
-            return await self._read(envelope, requests)
+            return await self._read(envelope, line.api, requests), call.ignored
         except ApiError:
             for request_id in request_ids if len(request_ids) > 1 else ():  # nothing waits for the other prompts
                 await self._retrying(partial(self._client.cancel, request_id))
@@ -206,11 +218,11 @@ class LineRequests:
         finally:
             self._running.discard(envelope.request_ids)
 
-    async def _read(self, envelope: Envelope, requests: list[SubmitRequest]) -> dict[str, Any]:
+    async def _read(self, envelope: Envelope, api: Api, requests: list[SubmitRequest]) -> dict[str, Any]:
         """Send and read. A repeated send does not run twice: the queue drops a second message with the same id."""
-        joined = Fold(envelope.form)
+        answer = CompleteAnswer(envelope.options)
         resend_after = self._resend_after
-        async with open_reader(self._hub, envelope) as reader:
+        async with open_reader(self._hub, envelope, api.stream(envelope)) as reader:
             was_sent = await self._send(requests)
             while not reader.has_ended:
                 try:
@@ -224,8 +236,8 @@ class LineRequests:
                 if reader.error is not None:
                     raise reader.error
                 for chunk, _ in chunks:
-                    joined.add(chunk)
-        return joined.answer()
+                    answer.add(chunk)
+        return answer.whole()
 
     async def _send(self, requests: list[SubmitRequest]) -> bool:
         """Return whether any request was sent: one that is running or has ended is not."""
@@ -256,7 +268,7 @@ class LineRequests:
             except UnknownModelError as error:
                 self._on_waiting(str(error))
             except ApiError as error:
-                if error.code != "model_not_found":
+                if error.code != ErrorCode.MODEL_NOT_FOUND:
                     raise
                 self._on_waiting("the model is not registered; its workers register it within a minute")
             check_cancelled()

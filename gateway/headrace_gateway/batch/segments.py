@@ -7,30 +7,30 @@ example after it lost its claim, is never read.
 
 import asyncio
 import contextlib
-import logging
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import structlog
 
-from headrace_broker.connections import REDIS_ERRORS
+from headrace_broker.server.connections import REDIS_ERRORS
+from headrace_gateway.background_task import check_cancelled
 from headrace_gateway.batch.answer_file import AnswerFile
-from headrace_gateway.batch.batch_record import Batch, Committed
-from headrace_gateway.batch.batch_store import BatchStore
 from headrace_gateway.batch.line_request import LineAnswer
-from headrace_gateway.cancellation import check_cancelled
-from headrace_gateway.claims import Claim
+from headrace_gateway.batch.record import Batch, Committed
+from headrace_gateway.batch.store import BatchStore
 from headrace_gateway.errors import BatchError
-from headrace_gateway.files.file_threads import start_in_file_thread
 from headrace_gateway.files.stored_files import FileLostError, is_missing, sync_folder
+from headrace_gateway.files.threads import start_in_file_thread
+from headrace_gateway.redis.claims import Claim
 
 _COMMIT_SECONDS: Final = 1.0
 _COMMIT_LINES: Final = 64
 _PAUSE_SECONDS: Final = 2.0
 
-logger = logging.getLogger(__name__)
+logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 
 class _Id(msgspec.Struct):
@@ -88,6 +88,7 @@ class SegmentWriter:
                     async with asyncio.timeout(_COMMIT_SECONDS):
                         await self._has_many.wait()
                 await self.flush()
+                check_cancelled()  # Python 3.11 can lose a cancellation that coincides with a reply of Redis
         finally:
             if self._segment is not None:
                 self._segment.close()
@@ -134,7 +135,7 @@ class SegmentWriter:
                 await self._store.commit(self._claim, segment, committed)
             except REDIS_ERRORS as error:  # a write whose reply was lost is repeated
                 check_cancelled()
-                logger.warning("batch not committed: id=%s (%s)", self._claim.item, type(error).__name__)
+                logger.warning("batch not committed", id=self._claim.item, reason=type(error).__name__)
                 await asyncio.sleep(_PAUSE_SECONDS)
             else:
                 return

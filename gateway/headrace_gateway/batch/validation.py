@@ -5,10 +5,13 @@ from typing import Final, NamedTuple
 
 from headrace_gateway.batch.answer_file import AnswerFile
 from headrace_gateway.batch.input_file import InputFile
-from headrace_gateway.batch_line import read_line
+from headrace_gateway.batch.line import LineReader
 from headrace_gateway.errors import ApiError, BatchError, InputRefusedError, LineProblem
-from headrace_gateway.keys import ANYONE, ApiKey
-from headrace_gateway.model_catalog import ModelCatalog
+from headrace_gateway.keys.api_key import ANYONE, ApiKey
+from headrace_gateway.keys.model_catalog import ModelCatalog
+from headrace_gateway.requests.body_lane import BodyLane
+from headrace_gateway.requests.problems import refusal_of
+from headrace_wire.codes import BatchCode, ErrorCode
 
 _SHOWN: Final = 20
 
@@ -35,32 +38,33 @@ async def check_input(
     models: ModelCatalog,
     key: ApiKey = ANYONE,
     *,
+    lane: BodyLane | None = None,
     endpoint: str | None = None,
     max_lines: int | None = None,
+    strict: bool = False,
 ) -> CheckedInput:
     """Check every line.
 
     Args:
+        lane: reads the large lines; None: this process reads them.
         endpoint: the `url` that all lines must have; None: any.
         max_lines: None: no limit.
+        strict: refuse fields that would be ignored.
 
     Raises InputRefusedError with the problems, QueueUnavailableError if the models cannot be read from Redis.
     """
     known: dict[str, KnownLine] = {}
     named: set[str] = set()
     problems: list[LineProblem] = []
-    num_problems = num_lines = 0
-    async for number, raw in source.read():
-        num_lines += 1
-        if max_lines is not None and num_lines > max_lines:
-            message = f"it has more than {max_lines} lines: split it into several batches"
-            raise InputRefusedError(source.name, [LineProblem(None, "too_many_tasks", message)], 1)
-        problem = await _check_line(number, raw, known, named, models, key, endpoint)
+    num_problems = 0
+    reader = LineReader(lane, key)
+    async for number, raw in source.read(max_lines=max_lines):
+        problem = await _check_line(number, raw, reader, known, named, models, key, endpoint, strict)
         if problem is not None:
             num_problems += 1
             problems += [problem] if len(problems) < _SHOWN else []
     if not known and not num_problems:
-        problems, num_problems = [LineProblem(None, "empty_file", "it has no lines")], 1
+        problems, num_problems = [LineProblem(None, BatchCode.EMPTY_FILE, "it has no lines")], 1
     if problems:
         raise InputRefusedError(source.name, problems, num_problems)
     return CheckedInput(known, named)
@@ -69,41 +73,46 @@ async def check_input(
 async def _check_line(
     number: int,
     raw: bytes,
+    reader: LineReader,
     known: dict[str, KnownLine],
     named: set[str],
     models: ModelCatalog,
     key: ApiKey,
     endpoint: str | None,
+    strict: bool,
 ) -> LineProblem | None:
     try:
-        line = read_line(raw)
+        line = await reader.line(raw)
         if endpoint is not None and line.url != endpoint:
             return _other_url(number, endpoint)
         first = known.setdefault(line.custom_id, KnownLine(number, line.id))
         if first.number != number:
             return _duplicate(number, line.custom_id, first)
-        model, lora = await models.find(line.body.get("model"), key)
-        line.read_call(model, lora)
-        named.add(line.body["model"])
+        model, lora = await models.find(line.model, key)
+        ignored = (await reader.call(line, model, lora)).ignored
+        if strict and ignored:
+            raise refusal_of(ignored)
+        assert line.model is not None
+        named.add(line.model)
     except ApiError as error:
-        if endpoint is not None and error.code == "invalid_url":
+        if endpoint is not None and error.code == BatchCode.INVALID_URL:
             return _other_url(number, endpoint)
         return _problem(number, error)
     return None
 
 
 def _other_url(number: int, endpoint: str) -> LineProblem:
-    return LineProblem(number, "url_mismatch", f"url must be the endpoint of the batch, {endpoint}", "url")
+    return LineProblem(number, BatchCode.URL_MISMATCH, f"url must be the endpoint of the batch, {endpoint}", "url")
 
 
 def _duplicate(number: int, custom_id: str, first: KnownLine) -> LineProblem:
     message = f"custom_id {custom_id[:64]!r} is already used in line {first.number}"
-    return LineProblem(number, "duplicate_custom_id", message, "custom_id")
+    return LineProblem(number, BatchCode.DUPLICATE_CUSTOM_ID, message, "custom_id")
 
 
 def _problem(number: int, error: ApiError) -> LineProblem:
     message = error.message
-    if error.code == "model_not_found":
+    if error.code == ErrorCode.MODEL_NOT_FOUND:
         message = "the model in body.model does not exist: no worker has registered it"
     return LineProblem(number, error.code, message, error.param)
 

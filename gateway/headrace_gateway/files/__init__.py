@@ -2,5 +2,5 @@
 
 stored_files     the directory, which all replicas share: one folder per API key
 upload           parses a multipart body and writes its file to disk as it arrives
-files_endpoint   `/v1/files`
+endpoints        `/v1/files`
 """

@@ -13,7 +13,6 @@ are never used as paths. All methods block: call them in a thread. They raise OS
 import contextlib
 import errno
 import hashlib
-import logging
 import os
 import re
 import secrets
@@ -25,8 +24,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import structlog
 
-from headrace_gateway.keys import ApiKey
+from headrace_gateway.keys.api_key import ApiKey
 
 KEPT_SECONDS: Final = 30 * 86_400
 """Default life of a file."""
@@ -41,7 +41,7 @@ _LEAST_BYTES: Final = 4096
 """A file takes at least one block of the disk."""
 _CHUNK_BYTES: Final = 2**20
 
-logger = logging.getLogger(__name__)
+logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -173,7 +173,7 @@ class StoredFiles:
                 except FileNotFoundError:
                     pass
                 except OSError as error:
-                    logger.warning("files directory not swept: %s: %s", entry.name, error.strerror)
+                    logger.warning("files directory not swept", name=entry.name, reason=error.strerror)
         return found
 
     def _is_old_folder(self, entry: "os.DirEntry[str]") -> bool:
@@ -296,7 +296,7 @@ def _entries(folder: Path, names: "re.Pattern[str]") -> "list[os.DirEntry[str]]"
     except FileNotFoundError:
         return []
     except OSError as error:
-        logger.warning("files directory not swept: %s: %s", folder.name, error.strerror)
+        logger.warning("files directory not swept", name=folder.name, reason=error.strerror)
         return []
 
 

@@ -8,7 +8,9 @@ from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from headrace_gateway.errors import ApiError, invalid
-from headrace_gateway.problems import Problems
+from headrace_gateway.requests.problems import Problems
+from headrace_wire.codes import GatewayCode
+from headrace_wire.values import named
 
 FORM_BYTES: Final = 65_536
 """Bytes that a form may have besides the file."""
@@ -31,8 +33,8 @@ class UploadForm:
     def __init__(self, content_type: str) -> None:
         kind, options = parse_options_header(content_type)
         if kind != b"multipart/form-data":
-            message = "the content type must be multipart/form-data"
-            raise ApiError(415, "invalid_request_error", "unsupported_media_type", message)
+            message = f"the content type must be multipart/form-data, got {kind.decode('latin-1')[:60]!r}"
+            raise ApiError(415, "invalid_request_error", GatewayCode.UNSUPPORTED_MEDIA_TYPE, message)
         if not options.get(b"boundary"):
             raise _broken("the content type names no boundary")
         callbacks: dict[str, Callable[..., None]] = {
@@ -77,16 +79,25 @@ class UploadForm:
             raise _broken("it ends before its last boundary")
         problems = Problems()
         if self.filename is None:
-            problems.add("file", "the form must have a file")
+            problems.add("file", "the form must have exactly one file, got none")
         purpose = self._values.get("purpose")
         if purpose != "batch":
-            problems.add("purpose", "purpose must be batch: files are used only by batches", "unsupported_value")
+            problems.add(
+                "purpose",
+                f"purpose must be batch, got {named(purpose)}: files are used only by batches",
+                GatewayCode.UNSUPPORTED_VALUE,
+            )
         anchor, text = (self._values.get(name) for name in _FIELDS[1:])
         if anchor not in (None, "created_at") or (anchor is None) != (text is None):
-            problems.add("expires_after[anchor]", "expires_after must have the anchor created_at, and seconds")
+            problems.add(
+                "expires_after[anchor]",
+                f"expires_after must have the anchor created_at, and seconds, got {named(anchor)}",
+            )
         seconds = int(text) if text is not None and re.fullmatch(r"[0-9]{1,9}", text) else None
         if text is not None and not LEAST_SECONDS <= (seconds or 0) <= MOST_SECONDS:
-            message = f"expires_after[seconds] must be an integer from {LEAST_SECONDS} to {MOST_SECONDS}"
+            message = (
+                f"expires_after[seconds] must be an integer from {LEAST_SECONDS} to {MOST_SECONDS}, got {text[:20]!r}"
+            )
             problems.add("expires_after[seconds]", message)
         problems.raise_any()
         assert self.filename is not None
@@ -113,14 +124,14 @@ class UploadForm:
             raise _broken("a part has no Content-Disposition with a name")
         if name == "file":
             if self.filename is not None:
-                raise invalid("the form must have exactly one file", param="file")
+                raise invalid("the form must have exactly one file, got several", param="file")
             if b"filename" not in options:
                 raise invalid("file must be sent as a file, with a filename", param="file")
             self.filename = _shown_name(options[b"filename"].decode("utf-8", "replace"))
             self._field = None
             return
         if name not in _FIELDS:
-            raise invalid(f"unknown field {name[:64]!r}", code="unsupported_parameter", param=name[:64])
+            raise invalid(f"unknown field {name[:64]!r}", code=GatewayCode.UNSUPPORTED_PARAMETER, param=name[:64])
         if name in self._values:
             raise invalid(f"{name} is given twice", param=name)
         self._field = name
@@ -148,7 +159,7 @@ class UploadForm:
 
 
 def _broken(reason: str) -> ApiError:
-    return invalid(f"the body is not a valid multipart form: {reason}", code="invalid_form")
+    return invalid(f"the body is not a valid multipart form: {reason}", code=GatewayCode.INVALID_FORM)
 
 
 def _shown_name(given: str) -> str:

@@ -1,1 +1,1 @@
-"""The API as an OpenAPI document. `python -m headrace_gateway.openapi write` writes docs/openapi.json."""
+"""The API as an OpenAPI document. `make reference` writes docs/openapi.json."""

@@ -1,12 +1,9 @@
-"""JSON Schemas of Anthropic's Messages API. They omit rules between fields, which `anthropic_fields` checks."""
+"""JSON Schemas of Anthropic's Messages API. They omit rules between fields, which `anthropic/fields.py` checks."""
 
 from typing import Final
 
-from headrace_broker import sampling_rules as rules
-from headrace_broker.chat_rules import MAX_MESSAGES, MAX_NAME_CHARS
-from headrace_gateway import field_tables
-from headrace_gateway.anthropic_fields import DISPLAYS, EFFORTS, LEAST_BUDGET, TOOL_CHOICES, TOOL_HINTS
-from headrace_gateway.call_fields import MAX_TOKENS
+from headrace_gateway.anthropic.fields import DISPLAYS, EFFORTS, LEAST_BUDGET, TOOL_CHOICES, TOOL_HINTS
+from headrace_gateway.chat.tools import MAX_TOOLS, NAME_PATTERN
 from headrace_gateway.openapi.schemas import (
     BOOLEAN,
     INTEGER,
@@ -15,19 +12,21 @@ from headrace_gateway.openapi.schemas import (
     Schema,
     array,
     body,
-    closed,
     either,
-    integer,
+    fields,
     or_null,
     record,
 )
-from headrace_gateway.tool_fields import MAX_TOOLS, NAME_PATTERN
+from headrace_gateway.requests import field_tables
+from headrace_gateway.requests.field_rules import RULES
+from headrace_wire import sampling as rules
+from headrace_wire.chat import MAX_MESSAGES, NAME
 
-_NAME: Final = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS}
+_NAME: Final = NAME.schema
 _MARK: Final[Schema] = {"cache_control": {}}
-_TEXT: Final = closed({"type": {"const": "text"}, "text": STRING, "citations": {}, **_MARK}, "type", "text")
+_TEXT: Final = fields({"type": {"const": "text"}, "text": STRING, "citations": {}, **_MARK}, "type", "text")
 _TEXTS: Final = either(STRING, array(_TEXT))
-_RESULT: Final = closed(
+_RESULT: Final = fields(
     {
         "type": {"const": "tool_result"},
         "tool_use_id": _NAME,
@@ -38,26 +37,26 @@ _RESULT: Final = closed(
     "type",
     "tool_use_id",
 )
-_USE: Final = closed(
-    {"type": {"const": "tool_use"}, "id": _NAME, "name": _NAME, "input": OBJECT, "caller": {}, **_MARK},
+_USE: Final = fields(
+    {"type": {"const": "tool_use"}, "id": STRING, "name": _NAME, "input": OBJECT, "caller": {}, **_MARK},
     "type",
     "id",
     "name",
     "input",
 )
-_THINKING: Final = closed(
+_THINKING: Final = fields(
     {"type": {"const": "thinking"}, "thinking": STRING, "signature": {}, **_MARK}, "type", "thinking"
 )
 _TURN: Final = either(
-    closed({"role": {"const": "user"}, "content": either(STRING, array(either(_TEXT, _RESULT)))}, "role", "content"),
-    closed(
+    fields({"role": {"const": "user"}, "content": either(STRING, array(either(_TEXT, _RESULT)))}, "role", "content"),
+    fields(
         {"role": {"const": "assistant"}, "content": either(STRING, array(either(_TEXT, _USE, _THINKING)))},
         "role",
         "content",
     ),
-    closed({"role": {"const": "system"}, "content": _TEXTS}, "role", "content"),
+    fields({"role": {"const": "system"}, "content": _TEXTS}, "role", "content"),
 )
-_TOOL: Final = closed(
+_TOOL: Final = fields(
     {
         "name": {"type": "string", "pattern": f"^{NAME_PATTERN}$"},
         "type": {"enum": ["custom", None]},
@@ -69,9 +68,15 @@ _TOOL: Final = closed(
     "name",
     "input_schema",
 )
+_SERVER_TOOL: Final[Schema] = {
+    "type": "object",
+    "properties": {"type": {"type": "string", "not": {"const": "custom"}}},
+    "required": ["type"],
+    "description": "Ignored: the service runs no server tools.",
+}
 _CHOICE: Final = either(
     *(
-        closed(
+        fields(
             {"type": {"enum": kinds}, "name": {}, "disable_parallel_tool_use": or_null(BOOLEAN)},
             "type",
             *(["name"] if kinds == ["tool"] else []),
@@ -82,7 +87,7 @@ _CHOICE: Final = either(
 _DISPLAY: Final = {"display": {"enum": [*DISPLAYS, None]}}
 _FIELDS: Final[dict[str, Schema]] = {
     "model": STRING,
-    "max_tokens": integer(1, MAX_TOKENS),
+    "max_tokens": RULES["max_tokens"].schema,
     "messages": array(_TURN, minItems=1, maxItems=MAX_MESSAGES),
     "system": _TEXTS,
     "stop_sequences": array(
@@ -90,33 +95,29 @@ _FIELDS: Final[dict[str, Schema]] = {
     ),
     "stream": BOOLEAN,
     "temperature": {"type": "number", "minimum": 0, "maximum": 1},
-    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-    "top_k": integer(-1, rules.MAX_TOKEN_ID),
-    "tools": array(_TOOL, maxItems=MAX_TOOLS),
+    "top_p": RULES["top_p"].schema,
+    "top_k": RULES["top_k"].schema,
+    "tools": array(either(_TOOL, _SERVER_TOOL), maxItems=MAX_TOOLS),
     "tool_choice": _CHOICE,
     "thinking": either(
-        closed(
+        fields(
             {
                 "type": {"const": "enabled"},
                 "budget_tokens": {"type": "integer", "minimum": LEAST_BUDGET},
                 **_DISPLAY,
             },
             "type",
-            "budget_tokens",
         ),
-        closed({"type": {"enum": ["disabled", "adaptive"]}, "budget_tokens": {}, **_DISPLAY}, "type"),
+        fields({"type": {"enum": ["disabled", "adaptive"]}, "budget_tokens": {}, **_DISPLAY}, "type"),
     ),
-    "output_config": closed(
+    "output_config": fields(
         {
             "effort": {"enum": [*EFFORTS, None]},
-            "format": or_null(closed({"type": {"const": "json_schema"}, "schema": OBJECT}, "type", "schema")),
+            "format": or_null(fields({"type": {"const": "json_schema"}, "schema": OBJECT}, "type", "schema")),
         }
     ),
-    "context_management": {
-        "type": "object",
-        "properties": {"edits": array(record({"type": {"type": "string", "pattern": "^clear_thinking_"}}))},
-    },
-    "speed": {"const": "standard"},
+    "context_management": {},
+    "speed": {},
 }
 REQUEST: Final = body(_FIELDS, field_tables.MESSAGES, field_tables.MESSAGES_IGNORED, "model", "messages", "max_tokens")
 COUNTED_REQUEST: Final = body(
@@ -131,7 +132,7 @@ MESSAGE: Final = record(
         "model": STRING,
         "content": array(
             either(
-                record({"type": {"const": "text"}, "text": STRING, "citations": _NULL}),
+                record({"type": {"const": "text"}, "text": STRING}),
                 record({"type": {"const": "thinking"}, "thinking": STRING, "signature": STRING}),
                 record(
                     {"type": {"const": "tool_use"}, "id": STRING, "name": STRING, "input": OBJECT, "caller": OBJECT}

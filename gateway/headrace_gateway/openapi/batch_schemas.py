@@ -2,18 +2,13 @@
 
 from typing import Final
 
-from headrace_gateway.batch.batch_record import ENDED, OPEN
-from headrace_gateway.batch.batches_endpoint import MOST_NAME, MOST_PAIRS, MOST_VALUE
-from headrace_gateway.batch_line import ENDPOINTS
+from headrace_gateway.batch.line import ENDPOINTS
+from headrace_gateway.batch.record import ENDED, OPEN
 from headrace_gateway.files.upload import LEAST_SECONDS, MOST_SECONDS
-from headrace_gateway.openapi.schemas import INTEGER, STRING, Schema, array, closed, integer, or_null
+from headrace_gateway.openapi.schemas import INTEGER, STRING, Schema, array, closed, fields, integer, or_null
+from headrace_gateway.requests.field_rules import RULES
 
-_METADATA: Final[Schema] = {
-    "type": "object",
-    "maxProperties": MOST_PAIRS,
-    "propertyNames": {"minLength": 1, "maxLength": MOST_NAME},
-    "additionalProperties": {"type": "string", "maxLength": MOST_VALUE},
-}
+_METADATA: Final = RULES["metadata"].schema
 _LIFE: Final = closed(
     {"anchor": {"const": "created_at"}, "seconds": integer(LEAST_SECONDS, MOST_SECONDS)}, "anchor", "seconds"
 )
@@ -60,7 +55,7 @@ FILE: Final = _whole(
 )
 FILES: Final = _list("File")
 DELETED_FILE: Final = _whole({"id": STRING, "object": {"const": "file"}, "deleted": {"const": True}})
-BATCH_REQUEST: Final = closed(
+BATCH_REQUEST: Final = fields(
     {
         "input_file_id": STRING,
         "endpoint": {"enum": list(ENDPOINTS)},

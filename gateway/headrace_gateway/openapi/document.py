@@ -7,23 +7,21 @@ so the two cannot differ.
 import json
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace_gateway import cursor, field_tables
-from headrace_gateway.batch import batches_endpoint
-from headrace_gateway.files import files_endpoint
-from headrace_gateway.headers import LONGEST_ABANDON_AFTER, LONGEST_EXPIRES, MAX_KEY_CHARS
-from headrace_gateway.json_response import JsonResponse
+from headrace_gateway.answers.reader import CURSOR_PATTERN
+from headrace_gateway.batch import endpoints as batches_endpoint
+from headrace_gateway.files import endpoints as files_endpoint
+from headrace_gateway.http.json import JsonResponse
 from headrace_gateway.openapi import anthropic_schemas, batch_schemas, response_schemas, schemas, tokenizer_schemas
 from headrace_gateway.openapi.schemas import Schema, integer
-from headrace_gateway.responses import MAX_PAGE
-
-PATH: Final = Path(__file__).parents[3] / "docs" / "openapi.json"
+from headrace_gateway.requests import field_tables
+from headrace_gateway.requests.headers import LONGEST_ABANDON_AFTER, LONGEST_EXPIRES, MAX_KEY_CHARS
+from headrace_gateway.responses.endpoints import MAX_PAGE
 
 _ERRORS: Final = {
     400: "A field, a header or the JSON is invalid",
@@ -185,7 +183,7 @@ def _operations() -> dict[str, Any]:
     ready = {"200": _json("Probe"), "503": {**_json("Probe"), **_RETRY}}
     return {
         "/health": {"get": _operation("health", "The process is alive", (403,), {"200": _json("Probe")})},
-        "/ready": {"get": _operation("ready", "Redis answers", (403,), ready)},
+        "/ready": {"get": _operation("ready", "Redis answers and has a registered model", (403,), ready)},
         "/openapi.json": {
             "get": _operation("openapi", "This document", (401, 403), {"200": _content("The document", {})})
         },
@@ -295,13 +293,13 @@ def _of_anthropic(operation: dict[str, Any]) -> dict[str, Any]:
 def _read(name: str, answer: str) -> dict[str, Any]:
     unfinished = {**_json("Unfinished"), **_RETRY}
     responses = {"200": _answer_or_stream(answer), "202": unfinished}
-    place: Schema = {"type": "string", "pattern": f"^{cursor.PATTERN}$"}
+    place: Schema = {"type": "string", "pattern": f"^{CURSOR_PATTERN}$"}
     return _operation(name, f"Retrieve a {answer}, or rejoin its stream", _WHEN_READ, responses) | {
         "parameters": [
             _ID,
             _parameter("query", "stream", schemas.BOOLEAN),
             _parameter("query", "starting_after", place),
-            _parameter("header", "Last-Event-ID", {"type": "string", "pattern": f"^({cursor.PATTERN})?$"}),
+            _parameter("header", "Last-Event-ID", {"type": "string", "pattern": f"^({CURSOR_PATTERN})?$"}),
             _RESUME,
         ]
     }

@@ -2,39 +2,42 @@
 
 from typing import Final
 
-from headrace_gateway import field_tables
-from headrace_gateway.call_fields import MAX_LOGPROBS, MAX_TOKENS
-from headrace_gateway.input_items import FIELDS, ROLES, STATUSES
+from headrace_gateway.chat.tools import MAX_TOOLS, NAME_PATTERN
 from headrace_gateway.openapi import schemas
 from headrace_gateway.openapi.schemas import (
     BOOLEAN,
     INTEGER,
     NUMBER,
     OBJECT,
+    OTHER_TOOL,
     STRING,
     Schema,
     array,
     body,
-    closed,
     either,
+    fields,
     integer,
     or_null,
     record,
 )
-from headrace_gateway.response_fields import INCLUDABLE, SUMMARIES
-from headrace_gateway.tool_fields import MAX_TOOLS, NAME_PATTERN
+from headrace_gateway.requests import field_tables
+from headrace_gateway.responses.fields import INCLUDABLE, NEVER_INCLUDED, SUMMARIES, TRUNCATIONS
+from headrace_gateway.responses.input_items import FIELDS, ROLES, STATUSES
+from headrace_wire.chat import NAME
+from headrace_wire.sampling import MAX_LOGPROBS
 
 _NAME: Final = {"type": "string", "pattern": f"^{NAME_PATTERN}$"}
-_TEXT_PART: Final = closed(
-    {
-        "type": {"enum": ["input_text", "output_text", "text", "refusal"]},
-        "text": {},
-        "refusal": {},
-        "annotations": {},
-        "logprobs": {},
-        "prompt_cache_breakpoint": {},
-    },
-    "type",
+_PART: Final[dict[str, Schema]] = {
+    "type": {"enum": ["input_text", "output_text", "text"]},
+    "text": {},
+    "refusal": {},
+    "annotations": {},
+    "logprobs": {},
+    "prompt_cache_breakpoint": {},
+}
+_TEXT_PART: Final = either(
+    fields({**_PART, "text": STRING}, "type", "text"),
+    fields({**_PART, "type": {"const": "refusal"}, "refusal": STRING}, "type", "refusal"),
 )
 _CONTENT: Final = either(STRING, array(_TEXT_PART))
 
@@ -46,10 +49,13 @@ def _item(kind: str, required: tuple[str, ...], **own: Schema) -> Schema:
         "status": {"enum": [*STATUSES, None]},
     }
     properties = {name: {**common, **own}.get(name, {}) for name in FIELDS[kind]}
-    return closed(properties, *required)
+    return fields(properties, *required)
 
 
-_REASONING_PARTS: Final = or_null(array({"type": "object", "required": ["type", "text"]}))
+def _reasoning_parts(kind: str) -> Schema:
+    return or_null(array(record({"type": {"const": kind}, "text": STRING})))
+
+
 ITEM: Final = either(
     record({"type": {"const": "item_reference"}, "id": STRING}),
     _item(
@@ -59,17 +65,23 @@ ITEM: Final = either(
         role={"enum": [*ROLES]},
         content=_CONTENT,
     ),
-    _item("function_call", ("type", "call_id", "name", "arguments"), call_id=STRING, name=STRING, arguments=STRING),
-    _item("function_call_output", ("type", "call_id", "output"), call_id=STRING, output=_CONTENT),
+    _item(
+        "function_call",
+        ("type", "call_id", "name", "arguments"),
+        call_id=STRING,
+        name=NAME.schema,
+        arguments=STRING,
+    ),
+    _item("function_call_output", ("type", "call_id", "output"), call_id=NAME.schema, output=_CONTENT),
     _item(
         "reasoning",
         ("type",),
-        summary=_REASONING_PARTS,
-        content=_REASONING_PARTS,
+        summary=_reasoning_parts("summary_text"),
+        content=_reasoning_parts("reasoning_text"),
         encrypted_content={"enum": [None, ""]},
     ),
 )
-_FUNCTION: Final = closed(
+_FUNCTION: Final = fields(
     {
         "type": {"const": "function"},
         "name": _NAME,
@@ -85,9 +97,15 @@ _ALLOWED: Final = record(
     {"type": {"const": "allowed_tools"}, "mode": {"enum": ["auto", "required"]}, "tools": array(_NAMED, minItems=1)}
 )
 _FORMAT: Final = either(
-    closed({"type": {"enum": ["text", "json_object"]}}, "type"),
-    closed(
-        {"type": {"const": "json_schema"}, "name": {}, "description": {}, "schema": OBJECT, "strict": {}},
+    fields({"type": {"enum": ["text", "json_object"]}}, "type"),
+    fields(
+        {
+            "type": {"const": "json_schema"},
+            "name": STRING,
+            "description": STRING,
+            "schema": OBJECT,
+            "strict": BOOLEAN,
+        },
         "type",
         "schema",
     ),
@@ -96,17 +114,17 @@ _SUMMARY: Final = {"enum": [*SUMMARIES, None]}
 _OWN_FIELDS: Final[dict[str, Schema]] = {
     "input": either(STRING, array(ITEM, minItems=1)),
     "instructions": STRING,
-    "max_output_tokens": integer(1, MAX_TOKENS),
-    "tools": array(_FUNCTION, maxItems=MAX_TOOLS),
+    "tools": array(either(_FUNCTION, OTHER_TOOL), maxItems=MAX_TOOLS),
     "tool_choice": either({"enum": ["none", "auto", "required"]}, _NAMED, _ALLOWED),
-    "text": closed({"format": or_null(_FORMAT), "verbosity": {"enum": ["medium", None]}}),
-    "reasoning": closed({"effort": {}, "summary": _SUMMARY, "generate_summary": _SUMMARY}),
-    "include": array({"enum": [*INCLUDABLE]}),
+    "text": fields({"format": _FORMAT, "verbosity": schemas.FIELDS["verbosity"]}),
+    "reasoning": fields(
+        {"effort": schemas.FIELDS["reasoning_effort"], "summary": _SUMMARY, "generate_summary": _SUMMARY}
+    ),
+    "include": array({"enum": [*INCLUDABLE, *NEVER_INCLUDED]}),
     "previous_response_id": STRING,
-    "store": BOOLEAN,
-    "background": BOOLEAN,
-    "truncation": {"const": "disabled"},
-    "stream_options": closed({"include_obfuscation": {}}),
+    "truncation": {"enum": [*TRUNCATIONS]},
+    "context_management": {},
+    "stream_options": fields({"include_obfuscation": {}}),
 }
 """Fields that the other endpoints do not have, or that mean something else there."""
 _SAMPLING: Final = field_tables.SAMPLING.keys() - field_tables.RESPONSE_REFUSED.keys()
@@ -126,7 +144,7 @@ _CONFIG: Final[Schema] = {
     "top_logprobs": integer(0, MAX_LOGPROBS),
     "reasoning": OBJECT,
     "max_output_tokens": or_null(INTEGER),
-    "max_tool_calls": {"type": "null"},
+    "max_tool_calls": or_null(INTEGER),
     "store": BOOLEAN,
     "background": BOOLEAN,
     "service_tier": STRING,
@@ -174,3 +192,5 @@ ITEMS: Final = record(
 REQUEST: Final = body(
     {**schemas.FIELDS, **_OWN_FIELDS}, field_tables.RESPONSE | _SAMPLING, field_tables.IGNORED, "model", "input"
 )
+for _echoed in ("user", "safety_identifier"):  # without effect, but the response repeats them
+    REQUEST["properties"][_echoed] |= or_null(STRING)

@@ -1,29 +1,21 @@
 """JSON Schemas of the API: one per request field, and those of the answers.
 
-They omit rules between fields, which `chat_fields` and `completion_fields` check.
+They omit rules between fields, which `fields.py` of `chat` and `completions` checks.
 """
 
 from collections.abc import Mapping, Set
-from typing import Any, Final
+from typing import Final
 
-from headrace_broker import sampling_rules as rules
-from headrace_broker.chat_rules import MAX_MESSAGES, MAX_NAME_CHARS
-from headrace_broker.structured_rules import MAX_CHOICES, MAX_GRAMMAR_BYTES
-from headrace_gateway.call_fields import (
-    LOWEST_PRIORITY,
-    MAX_CACHE_KEY_CHARS,
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_TOKENS,
-    SERVICE_TIERS,
-    STREAM_OPTIONS,
-)
-from headrace_gateway.chat_fields import MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_VALUE, REASONING_EFFORTS
-from headrace_gateway.completion_fields import MAX_PROMPTS
-from headrace_gateway.message_fields import ROLES
-from headrace_gateway.tool_fields import MAX_TOOLS, NAME_PATTERN
-
-Schema = dict[str, Any]
+from headrace_gateway.chat.messages import ROLES
+from headrace_gateway.chat.tools import MAX_TOOLS, NAME_PATTERN
+from headrace_gateway.completions.fields import MAX_PROMPTS
+from headrace_gateway.requests.call_fields import STREAM_OPTIONS
+from headrace_gateway.requests.field_rules import COMPLETION_RULES, RULES
+from headrace_wire.chat import MAX_MESSAGES, NAME
+from headrace_wire.request import FIELDS as REQUEST_FIELDS
+from headrace_wire.rules import Schema as Schema
+from headrace_wire.rules import or_null as or_null
+from headrace_wire.sampling import MAX_LOGPROBS
 
 BOOLEAN: Final[Schema] = {"type": "boolean"}
 STRING: Final[Schema] = {"type": "string"}
@@ -45,6 +37,12 @@ def closed(properties: Schema, *required: str) -> Schema:
     return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
 
 
+def fields(properties: Schema, *required: str) -> Schema:
+    """Return an object schema of a request: other properties are ignored, and those not required may be null."""
+    nullable = {name: each if name in required else or_null(each) for name, each in properties.items()}
+    return {"type": "object", "properties": nullable, "required": [*required]}
+
+
 def record(properties: Schema, *optional: str) -> Schema:
     """Return an object schema that allows other properties, as answers have: later releases may add some."""
     required = [name for name in properties if name not in optional]
@@ -55,43 +53,20 @@ def either(*schemas: Schema) -> Schema:
     return {"anyOf": [*schemas]}
 
 
-def or_null(schema: Schema) -> Schema:
-    return either(schema, {"type": "null"})
-
-
-_TOKEN_ID: Final = integer(0, rules.MAX_TOKEN_ID)
-_GRAMMAR: Final = {"type": "string", "minLength": 1, "maxLength": MAX_GRAMMAR_BYTES}
-_NAME: Final = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS}
-
-
-def _strings(most: int, most_chars: int) -> Schema:
-    one = {"type": "string", "minLength": 1, "maxLength": most_chars}
-    return either(one, array(one, maxItems=most))
-
-
-_STRUCTURED: Final = closed(
-    {
-        "json": or_null(either(OBJECT, _GRAMMAR)),
-        "regex": or_null(_GRAMMAR),
-        "choice": or_null(array({"type": "string", "minLength": 1}, minItems=1, maxItems=MAX_CHOICES)),
-        "grammar": or_null(_GRAMMAR),
-        "json_object": {"enum": [True, None]},
-        "disable_any_whitespace": or_null(BOOLEAN),
-        "whitespace_pattern": or_null(_GRAMMAR),
-    }
-) | {"minProperties": 1}
+_TOKEN_IDS: Final = REQUEST_FIELDS["prompt_token_ids"].schema
+_NAME: Final = NAME.schema
 _RESPONSE_FORMAT: Final = either(
-    record({"type": {"enum": ["text", "json_object"]}}),
-    closed(
+    fields({"type": {"enum": ["text", "json_object"]}}, "type"),
+    fields(
         {
             "type": {"const": "json_schema"},
-            "json_schema": closed({"name": {}, "description": {}, "schema": OBJECT, "strict": {}}, "schema"),
+            "json_schema": fields({"name": {}, "description": {}, "schema": OBJECT, "strict": {}}, "schema"),
         },
         "type",
         "json_schema",
     ),
 )
-_FUNCTION: Final = closed(
+_FUNCTION: Final = fields(
     {
         "name": {"type": "string", "pattern": f"^{NAME_PATTERN}$"},
         "description": or_null(STRING),
@@ -100,7 +75,13 @@ _FUNCTION: Final = closed(
     },
     "name",
 )
-_TOOL: Final = closed({"type": {"const": "function"}, "function": _FUNCTION}, "type", "function")
+_TOOL: Final = fields({"type": {"const": "function"}, "function": _FUNCTION}, "type", "function")
+OTHER_TOOL: Final[Schema] = {
+    "type": "object",
+    "properties": {"type": {"type": "string", "not": {"const": "function"}}},
+    "required": ["type"],
+    "description": "Ignored: only functions are supported.",
+}
 _NAMED: Final = record({"type": {"const": "function"}, "function": record({"name": STRING})})
 _ALLOWED: Final = record(
     {
@@ -111,132 +92,80 @@ _ALLOWED: Final = record(
 _PART: Final = either(
     record({"type": {"const": "text"}, "text": STRING}), record({"type": {"const": "refusal"}, "refusal": STRING})
 )
-_CALL: Final = closed(
+_CALL: Final = fields(
     {
         "id": {},
         "index": {},
         "type": {"const": "function"},
-        "function": closed({"name": _NAME, "arguments": or_null(either(STRING, OBJECT))}, "name"),
+        "function": fields({"name": _NAME, "arguments": or_null(either(STRING, OBJECT))}, "name"),
     },
     "function",
 )
-_MESSAGE: Final = closed(
-    {
-        "role": {"enum": [*ROLES]},
-        "content": or_null(either(STRING, array(_PART))),
-        "name": or_null(_NAME),
-        "tool_calls": or_null(array(_CALL)),
-        "tool_call_id": or_null(_NAME),
-        "reasoning": or_null(STRING),
-        "reasoning_content": or_null(STRING),
+_NOTHING: Final[Schema] = {"enum": [None, False, 0, "", [], {}]}
+
+
+def _message(roles: list[str], own: Schema, *required: str) -> Schema:
+    common = {
+        "role": {"enum": roles},
+        "content": either(STRING, array(_PART)),
+        "name": _NAME,
+        "tool_calls": {"type": "null"},
+        "tool_call_id": _NAME,
+        "reasoning": STRING,
+        "reasoning_content": STRING,
         "refusal": {},
         "annotations": {},
-        "audio": {"type": "null"},
-        "function_call": {"type": "null"},
-    },
-    "role",
+        "audio": _NOTHING,
+        "function_call": _NOTHING,
+    }
+    return fields({**common, **own}, "role", *required)
+
+
+_CALLS: Final = {"tool_calls": array(_CALL)}
+_MESSAGE: Final = either(
+    _message([role for role in ROLES if role not in ("assistant", "tool")], {}, "content"),
+    _message(["tool"], {}, "content", "tool_call_id"),
+    _message(["assistant"], _CALLS, "content"),
+    _message(["assistant"], {"tool_calls": array(_CALL, minItems=1)}, "tool_calls"),
+    _message(["assistant"], {**_CALLS, "refusal": STRING}, "refusal"),
 )
 
 FIELDS: Final[dict[str, Schema]] = {
+    **{name: rule.schema for name, rule in RULES.items()},
     "model": STRING,
-    "stream": BOOLEAN,
-    "stream_options": closed({name: or_null(BOOLEAN) for name in STREAM_OPTIONS}),
-    "priority": integer(0, LOWEST_PRIORITY),
-    "service_tier": {"enum": [*SERVICE_TIERS]},
-    "prompt_cache_key": {"type": "string", "minLength": 1, "maxLength": MAX_CACHE_KEY_CHARS},
+    "stream_options": fields({name: or_null(BOOLEAN) for name in STREAM_OPTIONS}),
     "response_format": _RESPONSE_FORMAT,
-    "return_token_ids": BOOLEAN,
-    "return_tokens_as_token_ids": BOOLEAN,
     # chats
     "messages": array(_MESSAGE, minItems=1, maxItems=MAX_MESSAGES),
-    "tools": array(_TOOL, maxItems=MAX_TOOLS),
+    "tools": array(either(_TOOL, OTHER_TOOL), maxItems=MAX_TOOLS),
     "tool_choice": either({"enum": ["none", "auto", "required"]}, _NAMED, _ALLOWED),
-    "parallel_tool_calls": BOOLEAN,
-    "max_completion_tokens": integer(1, MAX_TOKENS),
-    "top_logprobs": integer(0, MAX_LOGPROBS),
-    "reasoning_effort": {"enum": [*REASONING_EFFORTS]},
-    "chat_template_kwargs": OBJECT,
-    "add_generation_prompt": BOOLEAN,
-    "continue_final_message": BOOLEAN,
-    "metadata": {
-        "type": "object",
-        "maxProperties": MAX_METADATA,
-        "propertyNames": {"maxLength": MAX_METADATA_NAME},
-        "additionalProperties": {"type": "string", "maxLength": MAX_METADATA_VALUE},
-    },
-    "include_reasoning": BOOLEAN,
-    "store": {"const": False},
-    "verbosity": {"const": "medium"},
     "modalities": {"const": ["text"]},
     # completions
     "prompt": either(
-        {"type": "string", "minLength": 1},
-        array(_TOKEN_ID, minItems=1),
-        array(
-            either({"type": "string", "minLength": 1}, array(_TOKEN_ID, minItems=1)), minItems=1, maxItems=MAX_PROMPTS
-        ),
+        STRING,
+        _TOKEN_IDS,
+        array(either(STRING, _TOKEN_IDS), minItems=1, maxItems=MAX_PROMPTS),
     ),
-    "echo": BOOLEAN,
     "suffix": {"const": ""},
-    "best_of": integer(1, MAX_N),
-    # sampling
-    "temperature": {"type": "number", "minimum": 0},
-    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-    "top_k": integer(-1, rules.MAX_TOKEN_ID),
-    "min_p": {"type": "number", "minimum": 0, "maximum": 1},
-    "n": integer(1, MAX_N),
-    "seed": integer(-(2**63), 2**63 - 1),
-    "stop": _strings(rules.MAX_STOP_STRINGS, rules.MAX_STOP_CHARS),
-    "presence_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-    "frequency_penalty": {"type": "number", "minimum": -2, "maximum": 2},
-    "repetition_penalty": {"type": "number", "exclusiveMinimum": 0},
-    "logit_bias": {
-        "type": "object",
-        "maxProperties": rules.MAX_BIASED_TOKENS,
-        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-        "additionalProperties": {
-            "type": "number",
-            "minimum": -rules.MAX_LOGIT_BIAS,
-            "maximum": rules.MAX_LOGIT_BIAS,
-        },
-    },
-    "min_tokens": integer(0, MAX_TOKENS),
-    "stop_token_ids": array(_TOKEN_ID, maxItems=rules.MAX_STOP_TOKEN_IDS),
-    "ignore_eos": BOOLEAN,
-    "include_stop_str_in_output": BOOLEAN,
-    "skip_special_tokens": BOOLEAN,
-    "spaces_between_special_tokens": BOOLEAN,
-    "prompt_logprobs": integer(0, MAX_LOGPROBS),
-    "allowed_token_ids": array(_TOKEN_ID, minItems=1, maxItems=rules.MAX_ALLOWED_TOKEN_IDS),
-    "bad_words": _strings(rules.MAX_BAD_WORDS, rules.MAX_BAD_WORD_CHARS),
-    "structured_outputs": _STRUCTURED,
-    "repetition_detection": closed(
-        {
-            "max_pattern_size": integer(0, rules.MAX_PATTERN_SIZE),
-            "min_pattern_size": integer(0, rules.MAX_PATTERN_SIZE),
-            "min_count": integer(0, rules.MAX_TOKEN_ID),
-        }
-    ),
-    "stream_interval": integer(1, MAX_TOKENS),
-    "vllm_xargs": {"type": "object", "maxProperties": rules.MAX_EXTRA_ARGS},
 }
 """The schema of each field, where both endpoints share it."""
-CHAT_FIELDS: Final = {"logprobs": BOOLEAN, "max_tokens": integer(1, MAX_TOKENS)}
-COMPLETION_FIELDS: Final = {"logprobs": integer(0, MAX_LOGPROBS), "max_tokens": integer(0, MAX_TOKENS)}
+CHAT_FIELDS: Final = {"logprobs": BOOLEAN}
+COMPLETION_FIELDS: Final = {name: rule.schema for name, rule in COMPLETION_RULES.items()}
 """Fields that mean something else in each endpoint."""
 
 
-def body(fields: Mapping[str, Schema], names: Set[str], ignored: Mapping[str, str], *required: str) -> Schema:
+def body(own: Mapping[str, Schema], names: Set[str], ignored: Mapping[str, str], *required: str) -> Schema:
     """Return the schema of a request. A field that is not required may be null.
 
     Args:
-        fields: the schemas of at least the fields in `names`.
+        own: the schemas of at least the fields in `names`.
         ignored: fields without effect -> why that is harmless.
     """
-    properties = {name: fields[name] if name in required else or_null(fields[name]) for name in sorted(names)}
+    properties = {name: own[name] for name in sorted(names)}
+    request = fields(properties, *required)
     for name, reason in sorted(ignored.items()):
-        properties[name] = {"description": f"Accepted without effect: {reason}."}
-    return closed(properties, *required)
+        request["properties"][name] = {"description": f"Accepted without effect: {reason}."}
+    return request
 
 
 ERROR: Final = record(

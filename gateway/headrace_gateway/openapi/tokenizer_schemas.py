@@ -2,9 +2,6 @@
 
 from typing import Final
 
-from headrace_broker import sampling_rules as rules
-from headrace_broker.messages import MAX_PROMPT_TOKENS
-from headrace_gateway import field_tables
 from headrace_gateway.openapi.schemas import (
     BOOLEAN,
     FIELDS,
@@ -13,16 +10,17 @@ from headrace_gateway.openapi.schemas import (
     Schema,
     array,
     body,
-    closed,
     either,
-    integer,
+    fields,
     or_null,
     record,
 )
+from headrace_gateway.requests import field_tables
+from headrace_wire.request import TOKENS
 
 _FIELDS: Final[dict[str, Schema]] = {
     **FIELDS,
-    "prompt": {"type": "string", "minLength": 1},
+    "prompt": STRING,
     "add_special_tokens": BOOLEAN,
     "return_token_strs": BOOLEAN,
 }
@@ -30,9 +28,7 @@ TOKENIZE_REQUEST: Final = either(
     body(_FIELDS, field_tables.TOKENIZE_PROMPT, {}, "prompt"),
     body(_FIELDS, field_tables.TOKENIZE_CHAT, {}, "messages"),
 )
-DETOKENIZE_REQUEST: Final = closed(
-    {"model": or_null(STRING), "tokens": array(integer(0, rules.MAX_TOKEN_ID), maxItems=MAX_PROMPT_TOKENS)}, "tokens"
-)
+DETOKENIZE_REQUEST: Final = fields({"model": or_null(STRING), "tokens": TOKENS.schema}, "tokens")
 TOKENIZED: Final = record(
     {"count": INTEGER, "max_model_len": INTEGER, "tokens": array(INTEGER), "token_strs": or_null(array(STRING))}
 )

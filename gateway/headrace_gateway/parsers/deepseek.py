@@ -7,7 +7,7 @@ V3.1: `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁e
 
 import re
 
-from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.events import EventWriter
 from headrace_gateway.parsers.json_call import Found, PendingText, no_call, read_arguments, read_tagged
 from headrace_gateway.parsers.json_reader import read_value
 from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader, drop

@@ -2,7 +2,7 @@
 
 import re
 
-from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.events import EventWriter
 from headrace_gateway.parsers.json_call import Found, PendingText, read_tagged
 from headrace_gateway.parsers.schema_values import ObjectWriter
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader

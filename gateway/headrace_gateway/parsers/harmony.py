@@ -6,7 +6,7 @@ The analysis channel is reasoning. A recipient `functions.NAME` makes a message 
 import re
 from typing import Final
 
-from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.events import EventWriter
 from headrace_gateway.parsers.json_call import PendingText, read_arguments
 from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader, drop
 

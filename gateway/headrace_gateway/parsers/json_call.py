@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from enum import Enum, auto
 from typing import TypeAlias
 
-from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.events import EventWriter
 from headrace_gateway.parsers.json_reader import decoded_string, read_string, read_value
 from headrace_gateway.parsers.text_reader import Sink, Steps, TagSet, TextReader, drop
 
@@ -90,7 +90,7 @@ def no_call(reader: TextReader) -> Steps[Found]:
 
 
 def read_calls(reader: TextReader, writer: EventWriter, pending: PendingText) -> Steps[Found]:
-    """Read one object, several, or an array of them. Stop after the last one that is a call."""
+    """Read one object, several, or a list of them. Stop after the last one that is a call."""
     char = yield from reader.space(pending)
     if char == "[":
         yield from reader.next_is(_OPEN, pending)

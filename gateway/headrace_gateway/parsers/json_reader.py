@@ -3,8 +3,8 @@
 import json
 import re
 
-from headrace_broker.value_rules import is_unicode
 from headrace_gateway.parsers.text_reader import Sink, Steps, TextReader
+from headrace_wire.values import is_unicode
 
 _OUTSIDE = re.compile(r'["{}\[\]<]')
 _INSIDE = re.compile(r'["\\]')

@@ -2,7 +2,7 @@
 
 import re
 
-from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.events import EventWriter
 from headrace_gateway.parsers.json_call import Found, PendingText, read_arguments, read_calls, read_tagged
 from headrace_gateway.parsers.json_reader import read_value
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader

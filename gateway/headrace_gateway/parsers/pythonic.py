@@ -3,7 +3,7 @@
 import re
 from typing import Final
 
-from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.events import EventWriter
 from headrace_gateway.parsers.json_call import Found, PendingText
 from headrace_gateway.parsers.python_literal import json_of_python
 from headrace_gateway.parsers.schema_values import ObjectWriter, quoted

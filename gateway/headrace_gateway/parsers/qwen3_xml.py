@@ -1,25 +1,25 @@
 """Qwen3-Coder and Qwen 3.5: `<tool_call><function=NAME><parameter=K>text</parameter></function></tool_call>`.
 
+Seed-OSS writes `<seed:tool_call>` instead.
 Some models leave out `<tool_call>` or the end of a parameter, or call before they close the reasoning.
 """
 
 import re
 
-from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.events import EventWriter
 from headrace_gateway.parsers.json_call import Found, PendingText, no_call, read_tagged
 from headrace_gateway.parsers.schema_values import ObjectWriter
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
-_OPEN = "<tool_call>"
 _FUNCTION = "<function="
-STARTS = (_OPEN, _FUNCTION)
+STARTS = ("<tool_call>", "<seed:tool_call>", _FUNCTION)
 _TAGS = TagSet(*STARTS, "<|im_end|>", "<|im_start|>", "<|endoftext|>")
 _ONLY_FUNCTION = TagSet(_FUNCTION)
 _ANGLE = TagSet(">")
 _NAME = re.compile(r"[^\s<>{}=]+")
-_MEMBER = TagSet("<parameter=", "</parameter>", "</function>", "</tool_call>")
-_END = ("\n</function>", "</parameter></function>", "</function>", "</tool_call>")
-_CLOSE = TagSet("</function>", "</tool_call>")
+_MEMBER = TagSet("<parameter=", "</parameter>", "</function>", "</tool_call>", "</seed:tool_call>")
+_END = ("\n</function>", "</parameter></function>", "</function>", "</tool_call>", "</seed:tool_call>")
+_CLOSE = TagSet("</function>", "</tool_call>", "</seed:tool_call>")
 # A value that starts on a line of its own also ends on one. The same tags inside a line are text.
 _LINE_END = TagSet(
     "\n</parameter>", "\n<parameter=", "\n</function>", "</parameter></function>", "</parameter><parameter="
@@ -34,7 +34,7 @@ def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
 
 def read_call(reader: TextReader, writer: EventWriter, tag: str, pending: PendingText) -> Steps[Found]:
     """Read a call after one of STARTS."""
-    if tag == _OPEN:
+    if tag != _FUNCTION:
         yield from reader.space(pending)
         if not (yield from reader.next_is(_ONLY_FUNCTION, pending)):
             return (yield from no_call(reader))

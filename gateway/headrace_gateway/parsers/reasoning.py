@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.events import EventWriter
 from headrace_gateway.parsers.json_call import CallReader, Found, PendingText
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
@@ -19,7 +19,7 @@ class ReasoningTags:
         return next((tag for tag in self.closing if end.endswith(tag)), None)
 
 
-THINK = ReasoningTags({"<think>": "</think>"})
+THINK = ReasoningTags({"<think>": "</think>", "<seed:think>": "</seed:think>"})
 # Magistral's first templates ask for <think>, the later ones for [THINK].
 MISTRAL = ReasoningTags({"[THINK]": "[/THINK]", "<think>": "</think>"})
 

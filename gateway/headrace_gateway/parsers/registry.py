@@ -4,14 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, TypeAlias
 
-from headrace_gateway.call import ToolForm
 from headrace_gateway.errors import UnknownParserError
-from headrace_gateway.parsers import deepseek, glm45, harmony, llama3_json, mistral, pythonic, qwen3_xml
-from headrace_gateway.parsers.event_writer import EventWriter
-from headrace_gateway.parsers.events import ParserEvent
+from headrace_gateway.parsers import deepseek, glm45, harmony, mistral, pythonic, qwen3_xml
+from headrace_gateway.parsers.events import EventWriter, ParserEvent
 from headrace_gateway.parsers.reasoning import MISTRAL, THINK, read_reasoning
-from headrace_gateway.parsers.tagged_json import GRANITE, HERMES, PHI4_MINI
+from headrace_gateway.parsers.tagged_json import GRANITE, HERMES, PHI4_MINI, read_llama3
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
+from headrace_gateway.requests.call import Function
 
 _ReadCalls: TypeAlias = Callable[[TextReader, EventWriter], Steps[None]]
 
@@ -19,7 +18,7 @@ _READERS: Final[Mapping[str, _ReadCalls]] = MappingProxyType(
     {
         "hermes": HERMES.read,
         "qwen3_xml": qwen3_xml.read,
-        "llama3_json": llama3_json.read,
+        "llama3_json": read_llama3,
         "pythonic": pythonic.read,
         "mistral": mistral.read,
         "granite": GRANITE.read,
@@ -31,9 +30,9 @@ _READERS: Final[Mapping[str, _ReadCalls]] = MappingProxyType(
 )
 _REASONING: Final = MappingProxyType({"think": THINK, "mistral": MISTRAL})
 # In gpt-oss, reasoning and calls are messages of one format.
-_HARMONY: Final = "openai"
-TOOL_PARSERS: Final = frozenset({*_READERS, _HARMONY})
-REASONING_PARSERS: Final = frozenset({*_REASONING, _HARMONY})
+HARMONY: Final = "openai"
+TOOL_PARSERS: Final = frozenset({*_READERS, HARMONY})
+REASONING_PARSERS: Final = frozenset({*_REASONING, HARMONY})
 _NOTHING: Final = TagSet()
 # The grammar of a forced choice does not know that the prompt has opened the reasoning, so the model may call at once.
 _FIRST_TAGS: Final = {
@@ -47,7 +46,7 @@ def make_parser(
     tool_parser: str | None,
     reasoning_parser: str | None,
     *,
-    tools: Sequence[ToolForm],
+    tools: Sequence[Function],
     prompt_tail: str | None,
     parallel: bool = True,
 ) -> "OutputParser":
@@ -65,9 +64,9 @@ def make_parser(
     """
     _check(tool_parser, "tool_parser", TOOL_PARSERS)
     _check(reasoning_parser, "reasoning_parser", REASONING_PARSERS)
-    if tool_parser == _HARMONY and reasoning_parser not in (None, _HARMONY):
+    if tool_parser == HARMONY and reasoning_parser not in (None, HARMONY):
         raise UnknownParserError(
-            f"tool_parser {_HARMONY} reads reasoning, too: reasoning_parser must be {_HARMONY} or none, "
+            f"tool_parser {HARMONY} reads reasoning, too: reasoning_parser must be {HARMONY} or none, "
             f"got {reasoning_parser!r}"
         )
     reader, writer = TextReader(), EventWriter(tools if tool_parser else (), parallel=parallel)
@@ -87,11 +86,11 @@ def _read(
     reasoning_parser: str | None,
     prompt_tail: str | None,
 ) -> Steps[None]:
-    if tool_parser == _HARMONY or (tool_parser is None and reasoning_parser == _HARMONY):
+    if tool_parser == HARMONY or (tool_parser is None and reasoning_parser == HARMONY):
         yield from harmony.read(reader, writer)
         return
     # Under a grammar gpt-oss writes calls in another format, and no messages.
-    if reasoning_parser is not None and reasoning_parser != _HARMONY:
+    if reasoning_parser is not None and reasoning_parser != HARMONY:
         tags = _REASONING[reasoning_parser]
         if tool_parser == "qwen3_xml":
             yield from read_reasoning(

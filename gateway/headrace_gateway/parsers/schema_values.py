@@ -4,20 +4,36 @@ import json
 import re
 from collections.abc import Mapping
 from typing import Any, Final, NoReturn
+from urllib.parse import unquote
 
-from headrace_gateway.call import ToolForm
-from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.events import EventWriter
 from headrace_gateway.parsers.python_literal import json_of_python
+from headrace_gateway.requests.call import Function
 
 _ALL: Final = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
+_MAX_DEPTH: Final = 64
+"""Anything is permitted below this depth of a schema."""
+_MAX_SCHEMAS: Final = 1000
+"""Anything is permitted by the schemas of an argument after so many: the event loop waits for them."""
+_TYPES: Final[dict[type, str]] = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    type(None): "null",
+    dict: "object",
+    list: "array",
+}
 _INTEGER: Final = re.compile(r"-?\d+(\.0*)?")
 
 
 class ObjectWriter:
     """Writes the arguments of the current call one by one. Together they are one JSON object."""
 
-    def __init__(self, writer: EventWriter, tool: ToolForm) -> None:
-        properties = (tool.parameters or {}).get("properties")
+    def __init__(self, writer: EventWriter, tool: Function) -> None:
+        schema = tool.parameters or {}
+        properties = schema.get("properties")
+        self._types = SchemaTypes(schema)
         self._properties: Mapping[str, Any] = properties if isinstance(properties, Mapping) else {}
         self._writer = writer
         self._written: set[str] = set()
@@ -25,7 +41,7 @@ class ObjectWriter:
     def add_text(self, name: str, text: str) -> None:
         """Write an argument whose type is in the schema only."""
         if name not in self._written:
-            self.add(name, json_of_text(text, self._properties.get(name)))
+            self.add(name, json_of_text(text, self._types.of(self._properties.get(name))))
 
     def add(self, name: str, written: str) -> None:
         """Write an argument that is JSON. A repeated name is dropped."""
@@ -43,9 +59,8 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def json_of_text(text: str, schema: Any) -> str:
-    """Return the JSON of a text, by the types in its schema; a string if it has none of them."""
-    types = _types(schema)
+def json_of_text(text: str, types: frozenset[str]) -> str:
+    """Return the JSON of a text that has one of the types; a string if it has none of them."""
     if types == {"string"}:
         return quoted(text)
     written = text.strip()
@@ -55,29 +70,72 @@ def json_of_text(text: str, schema: Any) -> str:
     return quoted(text)
 
 
-def _types(schema: Any) -> frozenset[str]:
-    """Return the types that a schema names; all types if it names none."""
-    if not isinstance(schema, Mapping):
-        return _ALL
+class SchemaTypes:
+    """Finds the types that a schema permits. All keywords of a schema hold together.
+
+    Args:
+        root: the schema that `$ref` refers to.
+    """
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._num_read = 0
+        self._found: dict[str, frozenset[str]] = {}
+        """The types of each reference. One that refers to itself permits nothing by that."""
+
+    def of(self, schema: Any) -> frozenset[str]:
+        """Return the types of JSON values that a schema permits."""
+        self._num_read = 0
+        return self._of(schema, _MAX_DEPTH)
+
+    def _of(self, schema: Any, depth: int) -> frozenset[str]:
+        self._num_read += 1
+        if schema is False:
+            return frozenset()
+        if not isinstance(schema, Mapping) or depth == 0 or self._num_read > _MAX_SCHEMAS:
+            return _ALL
+        types = _named(schema)
+        if isinstance(schema.get("$ref"), str):
+            types &= self._referred(schema["$ref"], depth - 1)
+        for keyword in ("anyOf", "oneOf"):
+            options = schema.get(keyword)
+            if isinstance(options, list) and 0 < len(options) <= _MAX_SCHEMAS:
+                types &= frozenset[str]().union(*(self._of(option, depth - 1) for option in options))
+        for part in schema["allOf"][:_MAX_SCHEMAS] if isinstance(schema.get("allOf"), list) else ():
+            types &= self._of(part, depth - 1)
+        return types
+
+    def _referred(self, reference: str, depth: int) -> frozenset[str]:
+        """Return the types of the schema at a JSON pointer such as `#/$defs/Colour`."""
+        if reference not in self._found:
+            self._found[reference] = frozenset()
+            found: Any = self._root if reference.startswith("#") else None
+            for name in unquote(reference[1:]).split("/")[1:]:
+                found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+            self._found[reference] = self._of(found, depth)
+        return self._found[reference]
+
+
+def _named(schema: Mapping[str, Any]) -> frozenset[str]:
+    """Return the types that `type`, `enum` and `const` permit; all types if there are none of them."""
+    types = _ALL
     named = schema.get("type")
-    if isinstance(named, str):
-        return frozenset({named})
-    if isinstance(named, list):
-        return frozenset(name for name in named if isinstance(name, str))
-    for keyword in ("anyOf", "oneOf"):
-        options = schema.get(keyword)
-        if isinstance(options, list) and options:
-            # One level is enough: deeper types are not restricted.
-            return frozenset[str]().union(*(_types_of_option(option) for option in options))
+    if isinstance(named, str | list):
+        names = {name for name in ([named] if isinstance(named, str) else named) if isinstance(name, str)}
+        types &= names | ({"integer"} if "number" in names else set())
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
-        return frozenset[str]().union(*(_kinds(json.dumps(value)) for value in values))
-    return _ALL
+        types &= _types_of(values)
+    return types
 
 
-def _types_of_option(option: Any) -> frozenset[str]:
-    named = option.get("type") if isinstance(option, Mapping) else None
-    return frozenset({named}) if isinstance(named, str) else _ALL
+def _types_of(values: list[Any]) -> frozenset[str]:
+    """Return the types of decoded JSON values. There may be hundreds of thousands."""
+    found = set(map(type, values))
+    types = {_TYPES[kind] for kind in found if kind in _TYPES}
+    if float in found and any(type(value) is float and value.is_integer() for value in values):
+        types.add("integer")
+    return frozenset(types | {"number"} if "integer" in types else types)
 
 
 def _kinds(written: str) -> frozenset[str]:

@@ -1,6 +1,6 @@
-"""Formats with calls as JSON objects after a tag: Hermes, Granite, Phi-4-mini."""
+"""Formats with calls as JSON objects after a tag: Hermes, Granite, Phi-4-mini and Llama 3."""
 
-from headrace_gateway.parsers.event_writer import EventWriter
+from headrace_gateway.parsers.events import EventWriter
 from headrace_gateway.parsers.json_call import Found, PendingText, read_calls, read_tagged
 from headrace_gateway.parsers.text_reader import Steps, TagSet, TextReader
 
@@ -44,3 +44,23 @@ GRANITE = TaggedJson(
 PHI4_MINI = TaggedJson(
     ("functools[", "<|tool_call|>"), ("<|/tool_call|>",), ("<|end|>", "<|endoftext|>", "<|assistant|>")
 )
+
+_PYTHON_TAG = "<|python_tag|>"
+_TAGS = TagSet(
+    _PYTHON_TAG, "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>"
+)  # fmt: skip
+
+
+def read_llama3(reader: TextReader, writer: EventWriter) -> Steps[None]:
+    """Read calls at the start and after each tag. JSON elsewhere is content, and so is Python after the tag.
+
+    The whole answer is `{"name": ..., "parameters": {...}}`, or it follows `<|python_tag|>`.
+    """
+    tag: str | None = _PYTHON_TAG
+    while tag is not None:
+        if tag == _PYTHON_TAG:
+            pending = PendingText()
+            char = yield from reader.space(pending)
+            if char not in ("{", "[") or (yield from read_calls(reader, writer, pending)) is not Found.CALL:
+                pending.send_to(writer.content)
+        tag = yield from reader.until(_TAGS, writer.content)

@@ -23,13 +23,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from headrace_broker.messages import name_problems
 from headrace_gateway.errors import GatewaySettingsError
-from headrace_gateway.keys import NAME
+from headrace_gateway.keys.api_key import NAME
 from headrace_gateway.watched_file import read_toml
-from headrace_gateway.webhooks.addresses import refusal_of
 from headrace_gateway.webhooks.event import EVENT_TYPES, Event
+from headrace_gateway.webhooks.network import refusal_of
 from headrace_gateway.webhooks.secret import FORM, secret_bytes
+from headrace_wire.request import name_problems
 
 _WHAT: Final = "webhook file"
 _URL: Final = re.compile(r"[!-~]{1,2048}")
@@ -116,20 +116,20 @@ def _endpoint(raw: Any, others: Mapping[str, Endpoint]) -> tuple[Endpoint | None
         return None, [str(error)]
     problems = []
     if not NAME.fullmatch(entry.name):
-        problems.append("name must be 1 to 64 of the characters A-Z a-z 0-9 . _ -")
+        problems.append(f"name must be 1 to 64 of the characters A-Z a-z 0-9 . _ -, got {entry.name[:80]!r}")
     elif entry.name in others:
         problems.append(f"two endpoints have the name {entry.name}")
     problems += _url_problems(entry)
     secrets = [secret_bytes(secret) for secret in entry.secrets]
     if not 1 <= len(secrets) <= _MOST_SECRETS or None in secrets:
         problems.append(
-            f"secret must be {FORM}, or an array of at most {_MOST_SECRETS} such; see headrace webhook-secret"
+            f"secret must be {FORM}, or a list of at most {_MOST_SECRETS} such; see headrace webhook-secret"
         )
     problems += name_problems("tenant", entry.tenant or "none")
     if entry.keys is not None and not (entry.keys and all(map(NAME.fullmatch, entry.keys))):
-        problems.append("keys must be an array of the names of API keys")
+        problems.append(f"keys must be a list of the names of API keys, got {list(entry.keys)}")
     if not entry.types or not set(entry.types) <= set(EVENT_TYPES):
-        problems.append(f"types must be an array of {', '.join(EVENT_TYPES)}")
+        problems.append(f"types must be a list of {', '.join(EVENT_TYPES)}, got {list(entry.types)}")
     if problems:
         return None, problems
     return (

@@ -31,7 +31,7 @@ class Event(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> str:
-        """Derived from the change, so that repeated announcements give one event."""
+        """Derived from the change, so that repeated publications give one event."""
         return f"evt_{hashlib.blake2b(f'{self.type}/{self.object_id}'.encode(), digest_size=16).hexdigest()}"
 
     def body(self) -> bytes:

@@ -13,7 +13,7 @@ import httpcore2
 
 from headrace_gateway.webhooks.endpoint_file import Endpoint
 from headrace_gateway.webhooks.network import AddressRefusedError, CheckedNetwork, Resolve
-from headrace_gateway.webhooks.retries import Attempt
+from headrace_gateway.webhooks.outbox import Attempt
 
 _SECONDS: Final = 15.0
 _CONNECT_SECONDS: Final = 5.0

@@ -1,7 +1,7 @@
 """The Grafana dashboards as code: `python -m headrace_monitoring.dashboards` writes them as JSON.
 
-One module a dashboard. Needs grafana-foundation-sdk, a development dependency: the JSON is committed, so that Grafana
-can be provisioned from a checkout, and a test holds it against this code.
+Each dashboard has a module. They need grafana-foundation-sdk, a development dependency. The JSON is committed, so that
+Grafana can load it from a checkout. A test compares it with this code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DASHBOARDS = {
 
 
 def rendered() -> dict[str, str]:
-    """The JSON of every dashboard, by the name of its file."""
+    """Return the JSON of every dashboard, by file name."""
     return {f"{name}.json": render(dashboard()) for name, dashboard in DASHBOARDS.items()}
 
 

@@ -1,4 +1,4 @@
-"""Engine: what the step loop does, and what its memory holds."""
+"""Dashboard of the engine: requests, steps, memory and the model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def dashboard() -> sdk.Dashboard:
 def _requests() -> Row:
     return {
         "Requests in the engine": graph(
-            "Running in the batch, waiting for KV blocks or a place; and what workers hold in flight.",
+            "Running in the batch, waiting for KV blocks or a slot, and in flight in the workers.",
             ("sum by (state) (headrace_engine_requests{@})", "{{state}}"),
             ("sum(headrace_requests_in_flight{@})", "in flight"),
         ),
         "Requests with adapters": graph(
-            "Requests inside the engine by LoRA adapter; those that wait may wait for their adapter's turn.",
+            "Requests in the engine by LoRA adapter. Waiting requests may wait until their adapter is loaded.",
             ("sum by (adapter, state) (headrace_engine_lora_requests{@})", "{{adapter}} {{state}}"),
         ),
         "Tokens by source": graph(
@@ -35,11 +35,11 @@ def _requests() -> Row:
             unit="suffix: tokens/s",
         ),
         "Engine time to first token": latency(
-            "From the start in the engine until the first token: the waiting for a batch and the prefill.",
+            "From the start in the engine until the first token: the wait for a batch and the prefill.",
             "engine_time_to_first_token_seconds",
         ),
         "Engine's queue": latency(
-            "Time of a request in the engine before its first step: it waits for KV blocks or a place in the batch.",
+            "Time of a request in the engine before its first step. It waits for KV blocks or a slot in the batch.",
             "engine_queue_seconds",
         ),
         "Prefill": latency("Time of a request from its first step until its first token.", "engine_prefill_seconds"),
@@ -52,22 +52,22 @@ def _steps() -> Row:
         "Tokens a step": graph("The size of a batch in tokens.", *quantiles("engine_step_tokens")),
         "Requests a step": graph("The size of a batch in requests.", *quantiles("engine_step_requests")),
         "Step time by kind, p95": graph(
-            "Steps that only prefill, only decode, or do both.",
+            "prefill: the step only prefills. decode: it only decodes. mixed: both.",
             (quantile(0.95, "engine_step_seconds", "kind"), "{{kind}}"),
             unit="s",
         ),
         "Loop phases": stack(
-            "Share of wall time that the step loop of a worker spends in each phase; what is missing to 100% is idle.",
+            "Share of wall time that the step loop spends in each phase. The rest up to 100% is idle time.",
             ("avg by (phase) (rate(headrace_engine_phase_seconds_total{@}[$__rate_interval]))", "{{phase}}"),
             unit="percentunit",
         ),
         "Results": stack(
-            "Share of wall time that the worker's own loop, beside the engine, spends on text and on publishing.",
+            "Share of wall time that the worker's event loop spends on detokenizing and on publishing.",
             ("avg by (phase) (rate(headrace_worker_result_seconds_total{@}[$__rate_interval]))", "{{phase}}"),
             unit="percentunit",
         ),
         "Time since the last step": graph(
-            "Grows while idle, which is harmless. With requests in flight it means a stalled engine.",
+            "It grows while the engine is idle. If it grows with requests in flight, the engine is stalled.",
             ("time() - headrace_engine_last_step_timestamp_seconds{@}", "{{instance}}"),
             ("headrace_engine_stall_limit_seconds{@}", "limit: {{instance}}"),
             unit="s",
@@ -83,16 +83,16 @@ def _memory() -> Row:
             ("headrace_kv_cache_usage_ratio{@}", "{{instance}}"),
         ),
         "KV blocks": stack(
-            "Held by requests, kept for the prefix cache, and free.",
+            "used: held by requests. cached: kept for the prefix cache. free: neither.",
             ("sum by (state) (headrace_kv_cache_blocks{@})", "{{state}}"),
         ),
         "Preemptions": graph(
-            "Requests a second that gave up their KV blocks to another one. More than a few mean too little KV memory.",
+            "Requests a second whose KV blocks were given to another request. Many preemptions mean too few KV blocks.",
             (rate("engine_preemptions_total"), "preemptions"),
             unit="ops",
         ),
         "Prefix cache hit rate": share(
-            "Share of the prompt tokens looked up that were found.", (f"{hit} / {queried}", "hit rate")
+            "Share of the prompt tokens that were found in the prefix cache.", (f"{hit} / {queried}", "hit rate")
         ),
     }
 
@@ -102,27 +102,27 @@ def _model() -> Row:
     loaded = ("model", "architecture", "dtype", "device", "attention", "engine", "engine_version")
     return {
         "Draft acceptance": share(
-            "Speculative decoding: share of the guessed tokens that the model drew itself, in all and by place in the "
-            "draft. Where it is low, shorter drafts cost less. Empty without it.",
+            "Speculative decoding: share of the draft tokens that the model accepted, in total and by position in the "
+            "draft. If it is low, use shorter drafts. Empty without speculative decoding.",
             (f"{rate('draft_accepted_tokens_total')} / {rate('draft_tokens_total')}", "all"),
             (
                 f"{rate('draft_accepted_tokens_total', 'position')} / {rate('draft_tokens_total', 'position')}",
-                "place {{position}}",
+                "position {{position}}",
             ),
         ),
         "Padding of static shapes": share(
-            "Devices with static shapes only: share of the computed tokens that only fill a shape. Where it is high, "
-            "more buckets would help.",
+            "Devices with static shapes only: share of the computed tokens that are padding. If it is high, add "
+            "buckets.",
             (f"{padded} / ({padded} + {rate('engine_step_tokens_sum')})", "padding"),
         ),
         "Compiled graphs": graph(
-            "Devices with static shapes only: graphs by worker, constant while it serves; and how many operators ran "
-            "on the CPU instead of the device, which must be 0.",
+            "Devices with static shapes only: compiled graphs by worker, constant after the warm-up. The number of "
+            "operators that run on the CPU instead of the device must be 0.",
             ("headrace_engine_compiled_graphs{@}", "{{instance}} graphs"),
             ("headrace_engine_fallback_operators{@}", "{{instance}} operators on the CPU"),
         ),
         "Warm-up": graph(
-            "Devices with static shapes only: how long the graphs took to compile before the first request, by worker.",
+            "Devices with static shapes only: duration of the compilation before the first request, by worker.",
             ("headrace_engine_warm_up_seconds{@}", "{{instance}}"),
             unit="s",
         ),

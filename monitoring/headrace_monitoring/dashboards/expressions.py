@@ -1,11 +1,14 @@
-"""PromQL, and the selections that the variables at the top of a dashboard make.
+"""PromQL expressions, and the label selectors of a dashboard's variables.
 
-In an expression `@` stands for the workers selected, `@queue` for the queues, `@process` for the processes: queue
-levels come from the exporter, too, and what a process shows of itself knows no model. `@gateway` and `@neuron` stand
-for all replicas of the gateway and for all Neuron monitors, which know no model either.
+Placeholders in an expression:
 
-Every worker of a queue, and the exporter, reads the same levels from Redis, so these are joined with `max`, never with
-`sum`.
+    @         the selected workers
+    @queue    the selected queues, from workers and from the exporter
+    @process  the selected processes; metrics of a process have no label `model`
+    @gateway  all replicas of the gateway
+    @neuron   all Neuron monitors
+
+All workers of a queue and the exporter report the same levels of the queue. Aggregate them with `max`, not with `sum`.
 """
 
 from __future__ import annotations
@@ -23,25 +26,25 @@ _SELECTIONS = {
 
 
 def selected(expression: str) -> str:
-    """The expression as Grafana gets it."""
+    """Return the expression with its placeholders replaced."""
     for placeholder, selection in _SELECTIONS.items():
         expression = expression.replace(placeholder, selection)
     return expression
 
 
 def rate(metric: str, by: str = "", where: str = "") -> str:
-    """Events a second, summed over workers or replicas of the gateway."""
+    """Return the events a second, summed over workers or replicas of the gateway."""
     processes = "@gateway" if metric.startswith("gateway_") else "@"
     return f"sum{_by(by)}(rate(headrace_{metric}{{{processes}{where}}}[$__rate_interval]))"
 
 
 def rate_by(metric: str, label: str, where: str = "") -> Query:
-    """Events a second for each value of a label."""
+    """Return the events a second for each value of a label."""
     return rate(metric, label, where), f"{{{{{label}}}}}"
 
 
 def increase_by(metric: str, label: str) -> Query:
-    """Events within the last hour for each value of a label."""
+    """Return the events of the last hour for each value of a label."""
     return f"sum by ({label}) (increase(headrace_{metric}{{@}}[1h]))", f"{{{{{label}}}}}"
 
 
@@ -55,18 +58,18 @@ def quantile(q: float, histogram: str, by: str = "") -> str:
 
 
 def quantiles(histogram: str) -> list[Query]:
-    """p50, p95, p99 and the mean."""
+    """Return p50, p95, p99 and the mean."""
     return [*((quantile(q, histogram), f"p{round(q * 100)}") for q in (0.5, 0.95, 0.99)), (mean(histogram), "mean")]
 
 
 def share_within(histogram: str, objective: float, window: str) -> str:
-    """The exact share of observations up to an objective; works because the objective is a bucket's bound."""
+    """Return the exact share of observations up to an objective, which must be the upper bound of a bucket."""
     within = f'sum(rate(headrace_{histogram}_bucket{{@,le="{objective}"}}[{window}]))'
     return f"{within} / sum(rate(headrace_{histogram}_count{{@}}[1h]))"
 
 
 def queue_level(metric: str, by: str, where: str = "") -> str:
-    """A level that several processes read from Redis."""
+    """Return a level of a queue, which several processes report."""
     return f"max by ({by}) (headrace_{metric}{{@queue{where}}})"
 
 

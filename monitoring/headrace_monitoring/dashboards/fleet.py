@@ -1,4 +1,4 @@
-"""Fleet: the processes of the service and the Redis between them."""
+"""Dashboard of the fleet: workers, deliveries, Redis and processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def dashboard() -> sdk.Dashboard:
 
 
 def _worker_state() -> str:
-    """The number of the one state that a worker is in."""
+    """Return an expression for the number of a worker's current state."""
     by_state = {name: f'sum by (instance) (headrace_worker_state{{@,state="{name}"}})' for name, _ in WORKER_STATES[1:]}
     return " + ".join(f"{number} * {state}" for number, state in enumerate(by_state.values(), start=1))
 
@@ -28,30 +28,30 @@ def _worker_state() -> str:
 def _workers() -> Row:
     return {
         "Worker state": states(
-            "What each worker does: it loads its model, takes messages (ready), or lets what runs end (draining).",
+            "loading: the worker loads its model. ready: it takes messages. draining: it finishes its requests.",
             (_worker_state(), "{{instance}}"),
             names=WORKER_STATES,
         ),
         "Engine and Redis": states(
-            "Whether each worker's engine process runs, and whether it and the exporter reach Redis.",
+            "Whether the engine process of each worker runs, and whether workers and exporter reach Redis.",
             ("headrace_engine_up{@}", "{{instance}} engine"),
             ("headrace_redis_up{@}", "{{instance}} Redis"),
             ("headrace_exporter_redis_up", "{{instance}} Redis"),
         ),
         "Slots": stack(
-            "Request slots of all workers. No free slot means that the backlog waits in Redis.",
+            "Request slots of all workers. Without a free slot, messages wait in Redis.",
             ("sum by (state) (headrace_worker_slots{@})", "{{state}}"),
         ),
         "Engine restarts (1 h)": graph(
             "Engine processes replaced, by reason.", increase_by("engine_restarts_total", "reason")
         ),
         "Time since the last heartbeat": graph(
-            "The loop that does the work ticks it; a growing age is a stuck worker.",
+            "The worker's event loop sets the heartbeat. If the time grows, the worker is blocked.",
             ("time() - headrace_worker_heartbeat_timestamp_seconds{@}", "{{instance}}"),
             unit="s",
         ),
         "Event loop lag, p99": graph(
-            "Longest time in each second that a worker's loop spent on one thing. Long lags lose leases.",
+            "Longest time in each second for which a worker's event loop was blocked. Long lags lose leases.",
             (quantile(0.99, "event_loop_lag_seconds", "instance"), "{{instance}}"),
             unit="s",
         ),
@@ -61,40 +61,44 @@ def _workers() -> Row:
 def _deliveries() -> Row:
     return {
         "Leases lost (1 h)": graph(
-            "Messages that another worker took because this one was silent for longer than its lease.",
+            "Leases that expired and whose messages another worker took.",
             increase_by("leases_lost_total", "instance"),
         ),
-        "Messages given back (1 h)": graph(
-            "By reason: not_ready, redis, drain and cleared are the fleet's own doing, the others count as a delivery.",
+        "Messages returned (1 h)": graph(
+            "By reason. not_ready, redis, drain, cleared, preempted and no_room do not count as a delivery.",
             increase_by("queue_returned_messages_total", "reason"),
         ),
         "Streams replaced (1 h)": graph(
-            "Streams with ids behind which nothing can come; no worker writes these.",
+            "Streams that no worker can have written: no entry can follow their last id. Workers create them again.",
             increase_by("streams_replaced_total", "instance"),
         ),
         "Streams deleted (1 h)": graph(
-            "Streams that somebody deleted, or Redis lost, under a running request; it ends as expired.",
+            "Streams that disappeared from Redis while their request ran. Such a request ends as expired.",
             increase_by("streams_gone_total", "instance"),
         ),
         "Resumed across draws (1 h)": graph(
-            "Sampled requests continued by an engine that draws otherwise: their tokens are as random, but others.",
+            "Sampled requests that an engine with other random numbers continued. Their further tokens differ.",
             increase_by("resumed_across_draws_total", "instance"),
         ),
-        "Leases that ran out": graph(
-            "Messages whose lease has expired, not yet put back; any worker does it within seconds. From the exporter.",
+        "Expired leases": graph(
+            "Messages with expired leases. Any worker requeues them within seconds. From the exporter.",
             (queue_level("queue_run_out_leases", "queue"), "{{queue}}"),
         ),
+        "Messages in lists that no worker reads": graph(
+            "Their producers set Celery's option sep to ':'. `headrace queue list` names the lists. From the exporter.",
+            (queue_level("queue_unread_messages", "queue"), "{{queue}}"),
+        ),
         "Queue served": states(
-            "Whether Redis gives workers the queue's messages. Off: it refuses, or a key has another type.",
+            "Whether Redis gives the queue's messages to workers. Off: it refuses, or a key has the wrong type.",
             ("1 - " + queue_level("queue_blocked", "queue"), "{{queue}}"),
         ),
         "Time since a worker served the model": graph(
-            "Workers say so every minute. From the exporter.",
+            "Workers report it every minute. From the exporter.",
             ('time() - max by (model) (headrace_model_last_seen_timestamp_seconds{model=~"$model"})', "{{model}}"),
             unit="s",
         ),
         "Stream entries": graph(
-            "Entries a second that Redis took from workers.",
+            "Stream entries a second that workers wrote to Redis.",
             rate_by("stream_entries_total", "instance"),
             unit="suffix: entries/s",
         ),
@@ -104,13 +108,13 @@ def _deliveries() -> Row:
 def _redis() -> Row:
     return {
         "Redis memory": graph(
-            "Used, and the most that Redis may use (0: no limit). From the exporter.",
+            "Used memory, and maxmemory (0: no limit). From the exporter.",
             ("headrace_redis_memory_used_bytes", "used"),
             ("headrace_redis_memory_limit_bytes", "limit"),
             unit="bytes",
         ),
         "Redis round trip, p99": graph(
-            "By command, seen from the workers.",
+            "By command, measured by the workers.",
             (quantile(0.99, "redis_command_seconds", "command"), "{{command}}"),
             unit="s",
         ),
@@ -118,18 +122,27 @@ def _redis() -> Row:
             "Commands a second that failed, by command.", rate_by("redis_errors_total", "command"), unit="ops"
         ),
         "Redis connections": graph(
-            "Open connections, and those refused within the hour. From the exporter.",
+            "Open connections, and connections refused in the last hour. From the exporter.",
             ("headrace_redis_connected_clients", "connected"),
             ("increase(headrace_redis_rejected_connections_total[1h])", "refused (1 h)"),
         ),
-        "Keys dropped by Redis (1 h)": graph(
-            "Each is a message, a stream or a result lost: the eviction policy must be noeviction. From the exporter.",
-            ("increase(headrace_redis_evicted_keys_total[1h])", "dropped"),
+        "Keys evicted by Redis (1 h)": graph(
+            "Each is a lost message, stream or result. The eviction policy must be noeviction. From the exporter.",
+            ("increase(headrace_redis_evicted_keys_total[1h])", "evicted"),
             ("headrace_redis_may_evict", "allowed by the policy (1) or not (0)"),
         ),
         "Redis persistence": states(
-            "Whether the last write of the append-only file and the last snapshot went well. From the exporter.",
+            "Whether the last write of the append-only file and the last snapshot succeeded. From the exporter.",
             ("headrace_redis_persistence_ok", "persistence"),
+            ("headrace_redis_loads_all", "a restart loads the whole file"),
+        ),
+        "Redis restarts": graph(
+            "Messages before and after the last restart, and commands of the append-only file that Redis refused."
+            " From the exporter.",
+            ("headrace_redis_messages_before_restart", "ready before"),
+            ("headrace_redis_messages_after_restart", "ready or leased after"),
+            ("headrace_redis_load_errors", "refused"),
+            ("time() - headrace_redis_start_timestamp_seconds < bool 3600", "started in the last hour"),
         ),
     }
 
@@ -147,18 +160,18 @@ def _processes() -> Row:
             unit="bytes",
         ),
         "Processes by version": stack(
-            "Two versions at once are a rollout under way.",
+            "Two versions at once mean that a rollout is in progress.",
             ("sum by (version) (headrace_build_info{@})", "workers {{version}}"),
             ("sum by (version) (headrace_exporter_build_info)", "exporters {{version}}"),
         ),
-        "Exporter's looks at Redis": graph(
-            "How long the last one took, and how long ago it was.",
+        "Polls of the exporter": graph(
+            "Duration and age of the last poll of Redis.",
             ("headrace_exporter_poll_seconds", "duration"),
             ("time() - headrace_exporter_poll_timestamp_seconds", "age"),
             unit="s",
         ),
-        "Exporter's failures (1 h)": graph(
-            "Looks at Redis that it did not answer, and registered models beyond the 100 that are shown.",
+        "Failed polls of the exporter (1 h)": graph(
+            "Polls that Redis did not answer, and registered models above the limit of 100.",
             ("increase(headrace_exporter_poll_failures_total[1h])", "failures"),
             ("headrace_exporter_models_left_out", "models left out"),
         ),

@@ -1,4 +1,4 @@
-"""The gateway: what callers ask over HTTP, what they get, and how fast it begins. It knows no model and no worker."""
+"""Dashboard of the gateway: requests, streams, batches, webhooks and replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def dashboard() -> sdk.Dashboard:
     return build(
         "headrace-gateway",
         "Headrace: gateway",
-        "OpenAI's API over HTTP: requests, refusals, streams, and what each replica needs.",
+        "HTTP requests, refusals, streams, batches, webhooks and replicas.",
         {
             "Requests": _requests(),
             "Streams": _streams(),
@@ -26,17 +26,22 @@ def dashboard() -> sdk.Dashboard:
 def _requests() -> Row:
     return {
         "Requests by endpoint": stack(
-            "HTTP requests a second; probes are those of balancers and orchestrators.",
+            "HTTP requests a second. probes: health checks of load balancers and orchestrators.",
             rate_by("gateway_http_requests_total", "endpoint"),
             unit="reqps",
         ),
         "Requests by status": stack(
-            "HTTP requests a second without probes; none: the client left before there was an answer.",
+            "HTTP requests a second without probes. none: the client disconnected before the response.",
             rate_by("gateway_http_requests_total", "status", ',endpoint!="probes"'),
             unit="reqps",
         ),
+        "Requests with ignored fields": stack(
+            "Requests a second with fields that have no effect. The response header X-Headrace-Ignored names them.",
+            rate_by("gateway_ignored_fields_total", "endpoint"),
+            unit="reqps",
+        ),
         "Refusals by code": stack(
-            "Requests a second that got an error before a stream began, by the code of the error.",
+            "Refused requests a second, by error code.",
             rate_by("gateway_refusals_total", "code"),
             unit="reqps",
         ),
@@ -46,21 +51,21 @@ def _requests() -> Row:
 def _streams() -> Row:
     return {
         "Time to the first byte": graph(
-            "From an accepted call until its answer begins; an answer that is not streamed begins when it is whole.",
+            "From an accepted request until the first byte of its response, streamed or not.",
             *quantiles("gateway_first_byte_seconds"),
             unit="s",
         ),
         "Open streams": stack(
-            "Event streams that are being written.",
+            "Open event streams to clients.",
             ("sum by (instance) (headrace_gateway_open_streams{@gateway})", "{{instance}}"),
         ),
         "Rejoined streams": stack(
-            "Streams a second that a client read again, from the start or behind the last event that it had.",
+            "Streams a second that a client read again, from the start or after its last event.",
             rate_by("gateway_rejoins_total", "from"),
             unit="ops",
         ),
         "Open responses": graph(
-            "Responses of the Responses API whose end is to be stored or announced, of all replicas.",
+            "Responses of the Responses API whose end is not yet stored or announced, of all replicas.",
             ("max(headrace_gateway_responses_open{@gateway})", "open"),
         ),
         "Stored responses": stack(
@@ -74,22 +79,21 @@ def _streams() -> Row:
 def _webhooks() -> Row:
     return {
         "Attempts to deliver": stack(
-            "Attempts a second; failed: there is another attempt; gone: the receiver answered 410.",
+            "Attempts a second. failed: another attempt follows. given_up: no attempt follows.",
             rate_by("gateway_webhook_deliveries_total", "outcome"),
             unit="ops",
         ),
         "Oldest undelivered webhook": graph(
-            "Time since it was announced. All replicas share the webhooks and show the same.",
+            "Age of the oldest undelivered webhook. All replicas share the webhooks and report the same value.",
             ("max(headrace_gateway_webhooks_oldest_undelivered_seconds{@gateway})", "oldest"),
             unit="s",
         ),
         "Undelivered webhooks": graph(
-            "Webhooks of enabled endpoints that wait in Redis, and endpoints that answered 410.",
+            "Webhooks that wait in Redis for their first or next attempt.",
             ("max(headrace_gateway_webhooks_undelivered{@gateway})", "undelivered"),
-            ("max(headrace_gateway_webhook_endpoints_disabled{@gateway})", "disabled endpoints"),
         ),
         "Webhook file valid": states(
-            "Off: the webhook file cannot be used, and the endpoints of an older one are in use.",
+            "Off: the webhook file is invalid, and the endpoints of the last valid one are in use.",
             ("headrace_gateway_webhook_file_valid{@gateway}", "{{instance}}"),
         ),
     }
@@ -98,17 +102,17 @@ def _webhooks() -> Row:
 def _batches() -> Row:
     return {
         "Lines by outcome": stack(
-            "Lines of batches a second that got their answer or error.",
+            "Completed lines of batches a second.",
             rate_by("gateway_batch_lines_total", "outcome"),
             unit="ops",
         ),
         "Batches": graph(
-            "Batches that each replica works on, and those of them that cannot use the directory of files.",
+            "Batches that each replica processes. waiting: they cannot read or write the directory of files.",
             ("headrace_gateway_batches{@gateway}", "{{instance}}"),
             ("headrace_gateway_batches_waiting_for_storage{@gateway}", "waiting: {{instance}}"),
         ),
         "Time without an answer": graph(
-            "Longest time for which a batch of each replica has got no answer of a line.",
+            "Longest time without an answer among the batches of each replica.",
             ("headrace_gateway_batch_idle_seconds{@gateway}", "{{instance}}"),
             unit="s",
         ),
@@ -121,7 +125,7 @@ def _replicas() -> Row:
             "Whether each replica reaches Redis.", ("headrace_gateway_redis_up{@gateway}", "{{instance}}")
         ),
         "Key file valid": states(
-            "Off: the key file cannot be used, and the keys of an older one are in use.",
+            "Off: the key file is invalid, and the keys of the last valid one are in use.",
             ("headrace_gateway_key_file_valid{@gateway}", "{{instance}}"),
         ),
         "Replicas by version": stack(
@@ -129,7 +133,7 @@ def _replicas() -> Row:
             ("sum by (version) (headrace_gateway_build_info{@gateway})", "{{version}}"),
         ),
         "Processor time": graph(
-            "Cores that each replica uses; one process uses little more than one.",
+            "CPU cores that each replica uses. One replica uses little more than one core.",
             ("rate(process_cpu_seconds_total{@gateway}[$__rate_interval])", "{{instance}}"),
         ),
         "Resident memory": graph(

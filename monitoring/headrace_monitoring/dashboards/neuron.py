@@ -1,6 +1,6 @@
-"""Neuron: AWS's own counters of the devices, which `neuron-monitor-prometheus.py` exposes beside the worker.
+"""Dashboard of Neuron devices: AWS's metrics, which `neuron-monitor-prometheus.py` exposes.
 
-The names are AWS's. They know neither model nor worker, so the selection of both does not reach them.
+These metrics have no labels for model and worker, so the variables of the dashboard do not filter them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from headrace_monitoring.dashboards.panels import Row, build, graph, stack
 
 _MEMORY = ("tensors", "constants", "model_code", "model_shared_scratchpad", "runtime_memory")
 _ECC = "hardware_ecc_events_total|neurondevice_hw_ecc_events_total"
-"""The older and the newer name."""
+"""The old and the new name of one metric."""
 
 
 def dashboard() -> sdk.Dashboard:
     return build(
         "headrace-neuron",
         "Headrace: neuron",
-        "AWS Neuron devices, as neuron-monitor sees them. Empty where there are none.",
+        "AWS Neuron devices, from neuron-monitor. Empty without such devices.",
         {"Cores": _cores(), "Executions": _executions()},
     )
 
@@ -27,17 +27,17 @@ def dashboard() -> sdk.Dashboard:
 def _cores() -> Row:
     return {
         "NeuronCore utilisation": graph(
-            "Share of the time that each core computes.",
+            "Share of time for which each core computes.",
             ("avg by (instance, neuroncore) (neuroncore_utilization_ratio{@neuron})", "{{instance}} {{neuroncore}}"),
             unit="percentunit",
         ),
         "Device memory by use": stack(
-            "Of all cores: weights and K/V memory are tensors, compiled graphs are model code and scratchpad.",
+            "Sum over all cores. tensors: weights and KV cache. model code and scratchpad: compiled graphs.",
             *[(f"sum(neuroncore_memory_usage_{use}{{@neuron}})", use.replace("_", " ")) for use in _MEMORY],
             unit="bytes",
         ),
         "Memory of the Neuron runtime": graph(
-            "On the host and on the devices.",
+            "Memory on the host and on the devices.",
             ("sum by (memory_location) (neuron_runtime_memory_used_bytes{@neuron})", "{{memory_location}}"),
             unit="bytes",
         ),
@@ -47,22 +47,22 @@ def _cores() -> Row:
 def _executions() -> Row:
     return {
         "Execution latency": graph(
-            "Time of one graph on the device, by percentile.",
+            "Execution time of one graph, by percentile.",
             ("max by (percentile) (execution_latency_seconds{@neuron})", "{{percentile}}"),
             unit="s",
         ),
         "Executions": graph(
-            "Graphs a second by how they ended; timed_out and failed_to_queue should be 0.",
+            "Executions of graphs a second, by status. timed_out and failed_to_queue should be 0.",
             _rate_by("execution_status_total", "status_type"),
             unit="ops",
         ),
         "Errors of executions": graph(
-            "Errors a second by type; hardware and runtime speak of a device that fails.",
+            "Errors a second by type. hardware and runtime mean a failing device.",
             _rate_by("execution_errors_total", "error_type"),
             unit="ops",
         ),
         "Memory errors of the hardware": graph(
-            "ECC events a second by type; uncorrected ones speak of a device that fails.",
+            "ECC events a second by type. Uncorrected events mean a failing device.",
             (f'sum by (event_type) (rate({{__name__=~"{_ECC}",@neuron}}[$__rate_interval]))', "{{event_type}}"),
             unit="ops",
         ),

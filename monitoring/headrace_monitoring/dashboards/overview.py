@@ -1,4 +1,4 @@
-"""Service overview: is the service keeping its promises, and where do requests spend their time?"""
+"""Dashboard of the whole service: service level, queue, latency and outcomes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dashboard() -> sdk.Dashboard:
     return build(
         "headrace-overview",
         "Headrace: service overview",
-        "Promises, queue, latency, where the time goes, outcomes.",
+        "Service level, queue, latency and outcomes.",
         {"Service level": _service_level(), "Queue": _queue(), "Latency": _latency(), "Outcomes": _outcomes()},
     )
 
@@ -45,21 +45,21 @@ def _service_level() -> Row:
         ),
         number(
             f"First token in {ttft:g} s (1 h)",
-            "Share of requests whose first token was published in time, counted from enqueue. Objective: 99%.",
+            f"Share of requests whose first token was published within {ttft:g} s of their enqueue. Objective: 99%.",
             "percentunit",
             share_within("time_to_first_token_seconds", ttft, "1h"),
             share,
         ),
         number(
             f"Gaps up to {gap:g} s (1 h)",
-            "Share of tokens that followed the one before in time. Objective: 99%.",
+            f"Share of tokens published within {gap:g} s of the previous token. Objective: 99%.",
             "percentunit",
             share_within("inter_token_latency_seconds", gap, "1h"),
             share,
         ),
         number(
             f"Waits up to {wait:g} s (1 h)",
-            "Share of messages that a worker took from the queue in time. Objective: 99%.",
+            f"Share of messages that a worker took within {wait:g} s of their enqueue. Objective: 99%.",
             "percentunit",
             share_within("queue_wait_seconds", wait, "1h"),
             share,
@@ -75,28 +75,28 @@ def _queue() -> Row:
     ready = f"sum({level})"
     return {
         "Messages by state": graph(
-            "Levels in Redis: ready to be taken, leased by a worker (unacked), dead letters.",
+            "Messages in Redis. ready: they wait for a worker. unacked: a worker leases them. dead: dead letters.",
             (queue_level("queue_messages", "queue, state"), "{{queue}} {{state}}"),
         ),
         "Ready messages by priority": stack(
-            "Priority 0 goes first. Priorities between two steps share the lower step's list. From the exporter.",
+            "Priority 0 is served first. Priorities 1 and 2 count as 0, 4 and 5 as 3, 7 and 8 as 6. From the exporter.",
             (f"sum by (priority) ({queue_level('queue_ready_messages', 'queue, priority')})", "priority {{priority}}"),
         ),
         "Age of the oldest ready message": graph(
-            "How long the message next in line has waited. Rises steadily when nobody takes messages.",
+            "Time for which the oldest ready message has waited. It rises steadily if no worker takes messages.",
             (queue_level("queue_oldest_message_age_seconds", "queue"), "{{queue}}"),
             unit="s",
         ),
         "Queue wait": latency("From enqueue until a worker took the message.", "queue_wait_seconds"),
         "Queue wait by priority, p95": graph(
-            "Priorities between two steps share the lower step's list.",
+            "Priorities 1 and 2 count as 0, 4 and 5 as 3, 7 and 8 as 6.",
             (quantile(0.95, "queue_wait_seconds", "priority"), "priority {{priority}}"),
             unit="s",
         ),
         "Messages in and out": graph(
-            "Taken from the queue, ended, and taken again after another worker had not finished.",
+            "received: taken from the queue. ended: the request ended. redelivered: taken again after another worker.",
             (rate("queue_received_messages_total"), "received"),
-            (rate("queue_timed_messages_total", "clock"), "waited by the clock of {{clock}}"),
+            (rate("queue_timed_messages_total", "clock"), "wait measured by the clock of {{clock}}"),
             (rate("requests_total"), "ended"),
             (rate("queue_redelivered_messages_total"), "redelivered"),
             unit="mps",
@@ -115,7 +115,7 @@ def _latency() -> Row:
         "Time to first token": latency("From enqueue until the first token was published.", ttft),
         "Inter-token latency": latency("Between two tokens of a request as published.", "inter_token_latency_seconds"),
         "Time per output token": latency(
-            "Mean of each request between two of its tokens; what a reader feels as speed.",
+            "Mean time between two tokens of a request.",
             "request_time_per_output_token_seconds",
         ),
         "Request duration": latency(
@@ -124,7 +124,7 @@ def _latency() -> Row:
         ),
         "Time to first token, distribution": distribution("Requests by time to first token.", "s", ttft),
         "Where the time goes, means": stack(
-            "The stages of a request one after the other: queue, engine's queue, prefill, decode.",
+            "The stages of a request in their order: queue, engine's queue, prefill, decode.",
             (mean("queue_wait_seconds"), "queue"),
             (mean("engine_queue_seconds"), "engine's queue"),
             (mean("engine_prefill_seconds"), "prefill"),
@@ -137,7 +137,7 @@ def _latency() -> Row:
 def _outcomes() -> Row:
     return {
         "Requests by outcome": stack(
-            "How streams ended. Rejected requests were refused as invalid; errors are ours.",
+            "rejected: the request was invalid. error: the service failed.",
             rate_by("requests_total", "outcome"),
             unit="reqps",
             colours=OUTCOMES,
@@ -145,11 +145,11 @@ def _outcomes() -> Row:
         "Prompt length": distribution("Requests by prompt tokens.", "none", "request_prompt_tokens"),
         "Generated length": distribution("Requests by generated tokens.", "none", "request_generation_tokens"),
         "Dead letters (1 h)": graph(
-            "Messages given up, by reason, as workers counted them. Each needs a look.",
+            "Messages moved to the dead letters, by reason. Inspect each of them.",
             ("sum by (reason) (increase(headrace_queue_dead_lettered_messages_total{@}[1h]))", "{{reason}}"),
         ),
         "Dead letters kept": graph(
-            "What lies in the list of dead letters now, by reason. From the exporter.",
+            "Dead letters in Redis now, by reason. From the exporter.",
             (queue_level("queue_dead_letters", "queue, reason"), "{{queue}} {{reason}}"),
         ),
     }

@@ -1,4 +1,4 @@
-"""The kinds of panel, and how a dashboard is put together from rows of them. Needs grafana-foundation-sdk."""
+"""Panel types, and the layout of a dashboard. Needs grafana-foundation-sdk."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ COLUMNS = 24
 TAG = "headrace"
 
 Panel = timeseries.Panel | stat.Panel | heatmap.Panel | statetimeline.Panel
-"""Without its title and its place, which `build` gives it."""
+"""A panel without title and position. `build` sets them."""
 Row = Mapping[str, Panel]
 """By title."""
 Thresholds = Sequence[tuple[float | None, str]]
-"""From which value on, and the colour; the first with None."""
+"""Pairs of lowest value and colour. The value of the first is None."""
 
 
 def graph(description: str, *queries: Query, unit: str = "none") -> timeseries.Panel:
-    """Lines over time."""
+    """Return a panel of lines over time."""
     panel = timeseries.Panel().description(description).unit(unit).min(0).fill_opacity(5).height(8)
     for query in queries:
         panel.with_target(_target(*query))
@@ -46,10 +46,7 @@ def graph(description: str, *queries: Query, unit: str = "none") -> timeseries.P
 
 
 def stack(description: str, *queries: Query, unit: str = "none", colours: Mapping[str, str] | None = None) -> Panel:
-    """Lines over time, each on the sum of those below it.
-
-    `colours` are those of legends that mean something good or bad; the others get the palette's, in their order.
-    """
+    """Return a panel of stacked lines over time. `colours` maps legends to fixed colours."""
     panel = graph(description, *queries, unit=unit).fill_opacity(30)
     panel.stacking(common.StackingConfig().mode(StackingMode.NORMAL))
     for legend, colour in (colours or {}).items():
@@ -59,14 +56,14 @@ def stack(description: str, *queries: Query, unit: str = "none", colours: Mappin
 
 
 def share(description: str, *queries: Query) -> Panel:
-    """Shares of a whole over time, on a scale that always ends at 100%."""
+    """Return a panel of shares over time, on a scale from 0 to 100%."""
     return graph(description, *queries, unit="percentunit").max(1)
 
 
 def latency(description: str, histogram: str) -> Panel:
-    """Quantiles and mean of a histogram of seconds, and dots that lead to the traces of single requests."""
+    """Return a panel of the quantiles and the mean of a histogram of seconds, with exemplars that link to traces."""
     first, *others = quantiles(histogram)
-    # all queries read one histogram: its exemplars once are enough
+    # one query with exemplars is enough: all queries read the same histogram
     panel = graph(description, unit="s").with_target(_target(*first).exemplar(True))
     for query in others:
         panel.with_target(_target(*query))
@@ -76,7 +73,7 @@ def latency(description: str, histogram: str) -> Panel:
 def number(
     title: str, description: str, unit: str, expression: str, thresholds: Thresholds = ((None, "blue"),)
 ) -> tuple[str, Panel]:
-    """One number, with its title, which is the legend, too."""
+    """Return the title and a panel of one number. The title is also the legend."""
     steps = [Threshold(value, colour) for value, colour in thresholds]
     panel = (
         stat.Panel()
@@ -90,7 +87,7 @@ def number(
 
 
 def distribution(description: str, unit: str, histogram: str) -> Panel:
-    """A histogram over time, as a heat map."""
+    """Return a heat map of a histogram over time."""
     expression = f"sum by (le) (increase(headrace_{histogram}_bucket{{@}}[$__rate_interval]))"
     return (
         heatmap.Panel()
@@ -107,7 +104,7 @@ OFF_ON = (("Off", "red"), ("On", "green"))
 
 
 def states(description: str, *queries: Query, names: Sequence[tuple[str, str]] = OFF_ON) -> Panel:
-    """States over time, one bar a series; `names` are what the values 0, 1, 2... mean, with their colours."""
+    """Return a panel of states over time, one bar a series. `names` has the name and colour of the values 0, 1, 2..."""
     meanings = {str(value): ValueMappingResult(name, colour, index=value) for value, (name, colour) in enumerate(names)}
     panel = (
         statetimeline.Panel()
@@ -124,7 +121,7 @@ def states(description: str, *queries: Query, names: Sequence[tuple[str, str]] =
 
 
 def build(uid: str, name: str, description: str, rows: Mapping[str, Row]) -> dashboard.Dashboard:
-    """A dashboard with the variables and links that all of ours have; `rows` by title."""
+    """Return a dashboard with the variables and links that all dashboards share. `rows` maps titles to rows."""
     built = (
         dashboard.Dashboard(name)
         .uid(uid)
@@ -148,7 +145,7 @@ def build(uid: str, name: str, description: str, rows: Mapping[str, Row]) -> das
         .with_variable(_variable("queue", "Queue", 'headrace_queue_messages{model=~"$model"}'))
         .with_variable(_variable("instance", "Instance", 'headrace_build_info{job=~"$job",model=~"$model"}'))
     )
-    ids = itertools.count(1)  # links to a panel name its id
+    ids = itertools.count(1)  # links to a panel contain its id
     for row, panels in rows.items():
         built.with_row(dashboard.Row(row).id(next(ids)))
         for (title, panel), width in zip(panels.items(), _widths([*panels.values()]), strict=True):
@@ -157,7 +154,7 @@ def build(uid: str, name: str, description: str, rows: Mapping[str, Row]) -> das
 
 
 def _widths(panels: Sequence[Panel]) -> list[int]:
-    """Columns of each panel, so that every line of a row is full: numbers all on one, else three or two a line."""
+    """Return the width of each panel in columns. Numbers share one line. Other panels fill lines of three or two."""
     if all(isinstance(panel, stat.Panel) for panel in panels):
         return [COLUMNS // len(panels)] * len(panels)
     if len(panels) == 1:
@@ -167,7 +164,7 @@ def _widths(panels: Sequence[Panel]) -> list[int]:
 
 
 def render(built: dashboard.Dashboard) -> str:
-    """The JSON that Grafana reads, the same for the same code."""
+    """Return the dashboard as JSON. The output is deterministic."""
     return json.dumps(built.build(), cls=JSONEncoder, indent=2, sort_keys=True) + "\n"
 
 

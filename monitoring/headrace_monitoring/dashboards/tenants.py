@@ -1,4 +1,4 @@
-"""Tenants: who sends the work, and who waits. Those that `HEADRACE_TENANTS` names; all others count as "other"."""
+"""Dashboard of the tenants that `HEADRACE_TENANTS` names. All others count as "other"."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def dashboard() -> sdk.Dashboard:
     return build(
         "headrace-tenants",
         "Headrace: tenants",
-        'Requests, tokens and waits by tenant. Tenants without a series of their own are "other", none is "none".',
+        'Requests, tokens and waits by tenant. "other": not named by HEADRACE_TENANTS. "none": no tenant.',
         {"Share": _share(), "Service": _service()},
     )
 
@@ -23,12 +23,12 @@ def _share() -> Row:
             "Requests a second whose stream ended.", rate_by("tenant_requests_total", "tenant"), unit="reqps"
         ),
         "Generated tokens by tenant": stack(
-            "Tokens a second of requests that have ended.",
+            "Generated tokens a second of requests that have ended.",
             rate_by("tenant_tokens_total", "tenant", ',kind="generated"'),
             unit="suffix: tokens/s",
         ),
         "Prompt tokens by tenant": stack(
-            "Tokens a second of requests that have ended, cached ones among them.",
+            "Prompt tokens a second of requests that have ended, including cached tokens.",
             rate_by("tenant_tokens_total", "tenant", ',kind="prompt"'),
             unit="suffix: tokens/s",
         ),
@@ -40,7 +40,7 @@ def _service() -> Row:
     queued = queue_level("tenant_queued_messages", "queue, tenant")
     return {
         "Waiting messages by tenant": stack(
-            "Messages in the queue, without those that no worker has sorted yet.",
+            "Ready messages that a worker has sorted by tenant.",
             (f"sum by (tenant) ({queued})", "{{tenant}}"),
         ),
         "Queue wait by tenant, p95": graph(
@@ -54,7 +54,7 @@ def _service() -> Row:
             unit="s",
         ),
         "Requests not served, by tenant": stack(
-            "Requests a second that were cancelled, expired, refused, or ended with an error.",
+            "Requests a second that were cancelled, expired or rejected, or ended with an error.",
             (failed, "{{tenant}}"),
             unit="reqps",
         ),

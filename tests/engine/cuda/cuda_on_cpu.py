@@ -8,7 +8,7 @@ import torch
 
 from engine.tiny_models import TinyModel
 from headrace_engine.core.engine_core import EngineCore
-from headrace_engine.engine_args import EngineArgs
+from headrace_engine.options.engine_args import EngineArgs
 from headrace_engine.runner.cuda.runner import CUDARunner
 
 

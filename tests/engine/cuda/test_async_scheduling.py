@@ -10,10 +10,12 @@ import pytest
 from engine.cuda.cuda_on_cpu import make_core
 from engine.cuda.test_cuda_runner import PROMPTS, WORKLOAD, generate
 from engine.tiny_models import TinyModel, generate_greedily
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.requests.request import EngineCoreRequest
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.contracts import LaunchedStep, StepBatch
 from headrace_engine.runner.sampling import graph_sampling
-from headrace_engine.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.rotated_file("engine/headrace_engine/runner/cuda")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss"])

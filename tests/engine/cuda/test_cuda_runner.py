@@ -15,12 +15,14 @@ from engine.model_families import VOCAB_SIZE
 from engine.tiny_models import TinyModel, generate_greedily
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.request import EngineCoreRequest
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.cuda.graphs import graph_sizes
 from headrace_engine.runner.cuda.runner import CUDARunner
-from headrace_engine.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.rotated_file("engine/headrace_engine/runner/cuda")
 
 DRAW = random.Random(5)
 PREFIX = [DRAW.randrange(3, VOCAB_SIZE) for _ in range(33)]
@@ -146,7 +148,7 @@ def test_options_that_the_runner_does_not_know_are_refused(llama: TinyModel) -> 
         EngineArgs(model=llama.folder, device="cuda", batch_invariant=True).create_engine_config()
     drafts = {"method": "draft_model", "model": "x", "num_speculative_tokens": 2}
     config = EngineArgs(model=llama.folder, device="cuda", speculative_config=drafts).create_engine_config()
-    with pytest.raises(ConfigError, match="method draft_model, which device cuda cannot do"):
+    with pytest.raises(ConfigError, match="method must be ngram on device cuda"):
         CUDARunner(config, torch.device("cpu"))
 
 

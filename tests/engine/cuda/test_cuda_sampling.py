@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.cuda.sampling import DeviceSampler, draw_from_all
 from headrace_engine.runner.sampling.sampler import SamplingRow, sample
-from headrace_engine.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.rotated_file("engine/headrace_engine/runner/cuda")
 
 
 def row(u: float, **params: Any) -> SamplingRow:

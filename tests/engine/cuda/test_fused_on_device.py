@@ -21,9 +21,10 @@ from headrace_engine.runner.elementwise import native_ops
 from headrace_engine.runner.fused import fusion
 from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer
 from headrace_engine.runner.fused.fusion import decoder_layers
-from headrace_engine.runner.linear.device_linear import DeviceLinear, TritonLinear
-from headrace_engine.runner.linear.prepared_linear import LinearKind
+from headrace_engine.runner.linear.prepared_linear import DeviceLinear, LinearKind, TritonLinear
 from headrace_engine.runner.models import paged_model
+
+pytestmark = pytest.mark.rotated_file("engine/headrace_engine/runner/cuda")
 
 
 def fused_layers(core: EngineCore) -> list[FusedDecoderLayer]:

@@ -1,4 +1,4 @@
-"""A device that is not there, or is not what it should be, is said in one sentence; nothing goes on with the CPU."""
+"""A device that is not there, or is not what it should be, is said in one sentence; nothing continues on the CPU."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from engine.static.fake_neuron import NeuronOnCPU, fake_backend
 from engine.static.traced_graphs import Graph
 from engine.tiny_models import TinyModel
 from headrace_engine.core.engine_core import EngineCore
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.request import EngineCoreRequest
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.loader import create_runner
 from headrace_engine.runner.static.compiler_backend import CompilerBackend, EagerCPU
 from headrace_engine.runner.static.neuron import Neuron
 from headrace_engine.runner.static.runner import StaticPagedRunner
 from headrace_engine.runner.static.xla import XLA
-from headrace_engine.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.rotated_file("engine/headrace_engine/runner/static")
 
 
 @pytest.fixture

@@ -18,14 +18,15 @@ from engine.static.traced_graphs import BANNED, Graph, keep_graphs
 from engine.test_parity import references, workload
 from engine.tiny_models import TinyModel
 from headrace_engine.core.engine_core import EngineCore
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import RecompilationError
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.request import EngineCoreRequest
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.static.group import Kind
-from headrace_engine.runner.static.inputs import empty_inputs
 from headrace_engine.runner.static.runner import StaticPagedRunner
-from headrace_engine.runner.static.shapes import Shape
-from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.runner.static.shapes import Shape, empty_inputs
+
+pytestmark = pytest.mark.rotated_file("engine/headrace_engine/runner/static")
 
 
 class Traced:

@@ -16,11 +16,13 @@ from engine.test_parity import MAX_MODEL_LEN, Run, references, workload
 from engine.tiny_models import TinyModel, save_model, save_tokenizer
 from headrace_engine import LLM, SamplingParams
 from headrace_engine.core.engine_core import EngineCore
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError, ModelLoadError
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.request import EngineCoreRequest
 from headrace_engine.runner.loader import create_runner
 from headrace_engine.runner.static import weights
+
+pytestmark = pytest.mark.rotated_file("engine/headrace_engine/runner/static")
 
 MakeModel = Callable[[str], TinyModel]
 
@@ -121,10 +123,10 @@ def test_variants_of_the_family_are_computed(tmp_path: Path, family: Family) -> 
     ("change", "sentence"),
     [
         ({"architectures": ["GemmaForCausalLM"]}, "is a GemmaForCausalLM; devices with static shapes serve Llama"),
-        ({"hidden_act": "gelu"}, "its activation is 'gelu', allowed is silu"),
+        ({"hidden_act": "gelu"}, "its activation must be silu, got 'gelu'"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "its rotary embedding is 'dynamic'",
+            "got 'dynamic'",
         ),
         ({"intermediate_size": 100}, "has shape [96, 64], its config asks for [100, 64]"),
         ({"num_hidden_layers": 4}, "lacks 9 weights, the first is 'model.layers.3"),

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import psutil
 import pytest
 
 from engine.static.fake_neuron import NeuronOnCPU, fake_backend
 from engine.test_parity import references, workload
 from engine.tiny_models import TinyModel, generate_greedily
-from headrace_engine.config import EngineConfig
 from headrace_engine.core.engine_core import EngineCore
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.request import EngineCoreRequest
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.static.neuron import Neuron
 from headrace_engine.runner.static.runner import StaticPagedRunner
 from headrace_engine.runner.static.xla import XLA
-from headrace_engine.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.rotated_file("engine/headrace_engine/runner/static")
 
 
 def config_of(model: TinyModel, **options: Any) -> EngineConfig:
@@ -28,50 +31,54 @@ def config_of(model: TinyModel, **options: Any) -> EngineConfig:
     return EngineArgs(model=model.folder, **{**args, **buckets, **options}).create_engine_config()
 
 
-def children() -> list[int]:
-    """Processes of other ranks, by the program that they run."""
-    return [
-        int(folder.name)
-        for folder in Path("/proc").iterdir()
-        if folder.name.isdigit() and "headrace_engine.runner.static.worker_rank" in _command(folder)
-    ]
+def other_ranks() -> list[psutil.Process]:
+    """Processes of other ranks that this process started. Tests of other processes start ranks at the same time."""
+    children = psutil.Process().children()
+    return [child for child in children if "headrace_engine.runner.static.worker_rank" in _command(child)]
 
 
-def _command(folder: Path) -> str:
+def _command(process: psutil.Process) -> list[str]:
     try:
-        return (folder / "cmdline").read_text()
-    except OSError:
-        return ""
+        return list(process.cmdline())
+    except psutil.Error:  # it has ended
+        return []
+
+
+@contextmanager
+def running(config: EngineConfig, runner: StaticPagedRunner) -> Iterator[EngineCore]:
+    """A core that ends its ranks also if the test fails: left to the garbage they would fail another test."""
+    core = EngineCore(config, runner)
+    try:
+        yield core
+    finally:
+        core.shutdown()
 
 
 def test_two_ranks_generate_what_one_does(llama: TinyModel) -> None:
     config = config_of(llama, tensor_parallel_size=2)
     compiler_backend = NeuronOnCPU()  # rank 0 compiles, so that its graphs show the collectives
-    before = set(children())
-    with fake_backend() as graphs:
-        core = EngineCore(config, StaticPagedRunner(config, compiler_backend))
-        assert len(set(children()) - before) == 1
+    with fake_backend() as graphs, running(config, StaticPagedRunner(config, compiler_backend)) as core:
+        assert len(other_ranks()) == 1
         assert generate_greedily(core, workload()[4:12]) == references(llama)[4:12]
+    assert other_ranks() == []
     assert compiler_backend.num_graphs() == len(graphs) == 2
     for graph in graphs:
         assert list(graph.problems()) == []
         assert graph.operators()["_c10d_functional.all_reduce.default"] == 2 * 3
-    core.shutdown()
-    assert set(children()) <= before
 
 
 def test_a_rank_that_is_gone_fails_the_step_at_once(llama: TinyModel) -> None:
-    core = EngineCore(config := config_of(llama, tensor_parallel_size=2), runner := _runner(config))
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    core.add_request(EngineCoreRequest(request_id="a", prompt_token_ids=[5, 6, 7], sampling_params=params, seed=0))
-    core.step()
-    assert runner._worker_ranks is not None
-    (process,) = runner._worker_ranks._processes
-    process.kill()
-    process.wait()
-    with pytest.raises(RuntimeError, match=r"(?i)connection|closed|reset"):
-        _finish(core)
-    core.shutdown()
+    config = config_of(llama, tensor_parallel_size=2)
+    with running(config, runner := _runner(config)) as core:
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        core.add_request(EngineCoreRequest(request_id="a", prompt_token_ids=[5, 6, 7], sampling_params=params, seed=0))
+        core.step()
+        assert runner._worker_ranks is not None
+        (process,) = runner._worker_ranks._processes
+        process.kill()
+        process.wait()
+        with pytest.raises(RuntimeError, match=r"(?i)connection|closed|reset"):
+            _finish(core)
 
 
 def _finish(core: EngineCore) -> None:
@@ -89,7 +96,7 @@ def _runner(config: EngineConfig) -> StaticPagedRunner:
 
 def test_a_model_that_cannot_be_divided_is_refused(tiny_model: Callable[[str], TinyModel]) -> None:
     runner = _runner(config_of(tiny_model("qwen3"), tensor_parallel_size=2))
-    with pytest.raises(ConfigError, match="does not divide the model's 1 key and value heads"):
+    with pytest.raises(ConfigError, match="must divide the model's 1 key and value heads"):
         runner.load_model()
 
 

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_engine.runner.sampling.graph_sampling import CANDIDATES, draw, knobs_of, needs_host
+from headrace_engine.requests.sampling_params import SamplingParams
+from headrace_engine.runner.sampling.graph_sampling import CANDIDATES, draw, needs_host, sampling_values_of
 from headrace_engine.runner.sampling.sampler import SamplingRow, sample
-from headrace_engine.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.rotated_file("engine/headrace_engine/runner/static")
 
 VOCABULARY = 1000
 
@@ -23,9 +25,9 @@ def row(u: float, **params: Any) -> SamplingRow:
 
 
 def in_graph(logits: torch.Tensor, rows: list[SamplingRow]) -> tuple[list[int], list[int]]:
-    pairs = [knobs_of(one, logits.shape[-1]) for one in rows]
-    knobs = torch.stack([torch.from_numpy(knobs) for knobs, _ in pairs])
-    drawn = draw(logits, knobs, torch.tensor([top_k for _, top_k in pairs], dtype=torch.int32))
+    pairs = [sampling_values_of(one, logits.shape[-1]) for one in rows]
+    sampling_values = torch.stack([torch.from_numpy(sampling_values) for sampling_values, _ in pairs])
+    drawn = draw(logits, sampling_values, torch.tensor([top_k for _, top_k in pairs], dtype=torch.int32))
     return drawn.tokens.tolist(), drawn.is_exact.tolist()
 
 

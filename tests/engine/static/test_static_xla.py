@@ -18,18 +18,17 @@ pytest.importorskip("torch_xla")
 from engine.model_families import VOCAB_SIZE
 from engine.test_parity import references, workload
 from engine.tiny_models import TinyModel
-from headrace_engine.config import EngineConfig
 from headrace_engine.core.engine_core import EngineCore
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError, RecompilationError
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.request import EngineCoreRequest
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.static.compiler_backend import CompilerBackend, EagerCPU
 from headrace_engine.runner.static.group import Kind
-from headrace_engine.runner.static.inputs import empty_inputs
 from headrace_engine.runner.static.runner import StaticPagedRunner
-from headrace_engine.runner.static.shapes import Shape
+from headrace_engine.runner.static.shapes import Shape, empty_inputs
 from headrace_engine.runner.static.xla import XLA
-from headrace_engine.sampling_params import SamplingParams
 
 
 def config_of(model: TinyModel) -> EngineConfig:

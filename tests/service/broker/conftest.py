@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import redis
 
-from headrace_broker.fair_share import FairShare
-from headrace_broker.leases import Leases
+from headrace_broker.queue.fair_share import FairShare
+from headrace_broker.queue.leases import Leases
 
 
 @pytest.fixture

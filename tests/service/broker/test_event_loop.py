@@ -9,13 +9,13 @@ import redis
 from kombu import Connection, Consumer, Queue
 from kombu.asynchronous import Hub
 
-from headrace_broker import transport
 from headrace_broker.app import LEASE_TRANSPORT
-from headrace_broker.connections import connect
-from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.keys import LEASES_KEY, queue_lists, wake_up_key
-from headrace_broker.leases import Leases
-from headrace_broker.transport import Transport
+from headrace_broker.keys import ALL_STEPS, LEASES_KEY, queue_lists, wake_up_key
+from headrace_broker.queue import transport
+from headrace_broker.queue.leases import Leases
+from headrace_broker.queue.transport import Transport
+from headrace_broker.server.connections import connect
+from headrace_broker.server.embedded import EmbeddedServer
 from service.servers import make_server
 
 QUEUE = Queue("headrace.m", exchange="", routing_key="headrace.m")
@@ -28,7 +28,7 @@ class Loop:
         self.url = url
         self.options = {"lease_seconds": lease_seconds, "unacked_restore_interval": 0.05}
         self.hub = Hub()
-        self.credit = 10
+        self.free_slots = 10
         self.messages: list[Any] = []
         self.connect()
 
@@ -36,7 +36,7 @@ class Loop:
         self.connection = Connection(self.url, transport=LEASE_TRANSPORT, transport_options=self.options)
         self.connection.transport.register_with_event_loop(self.connection.connection, self.hub)
         self.channel = self.connection.channel()
-        self.channel.credit = lambda: self.credit
+        self.channel.free_slots = lambda: self.free_slots
         Consumer(self.channel, [QUEUE], on_message=self.messages.append, accept=["msgpack"]).consume()
 
     def disconnect(self) -> None:
@@ -69,7 +69,9 @@ def loop(redis_server: EmbeddedServer) -> Iterator[Loop]:
 def send(redis_server: EmbeddedServer) -> Iterator[Callable[..., None]]:
     with Connection(redis_server.url) as connection:
         producer = connection.Producer(serializer="msgpack")
-        yield lambda body, priority=0: producer.publish(body, routing_key=QUEUE.name, exchange="", priority=priority)
+        yield lambda body, priority=0, **options: producer.publish(
+            body, routing_key=QUEUE.name, exchange="", priority=priority, **options
+        )
 
 
 def turns_within(loop: Loop, seconds: float) -> int:
@@ -90,21 +92,38 @@ def test_a_message_of_any_priority_is_found_while_the_worker_is_idle(
     loop.run_until(lambda: len(loop.messages) == 1)
 
 
-def test_a_waiting_message_does_not_keep_a_loop_without_credit_turning(loop: Loop, send: Callable[..., None]) -> None:
+def test_a_waiting_message_does_not_keep_a_loop_without_free_slots_turning(
+    loop: Loop, send: Callable[..., None]
+) -> None:
     for _ in range(3):
         loop.hub.run_once()  # all blocking waits are started
-    loop.credit = 0
+    loop.free_slots = 0
     for priority in (0, 3, 6, 9):
         send("x", priority)
     assert turns_within(loop, 0.5) < 50  # a timer of this loop is due twenty times a second
-    loop.credit = 10
+    loop.free_slots = 10
     loop.run_until(lambda: len(loop.messages) == 4)
+
+
+def test_messages_with_too_many_choices_do_not_keep_the_loop_turning_and_leave_small_ones_a_way(
+    loop: Loop, send: Callable[..., None]
+) -> None:
+    below = 0
+    loop.channel.split_below = lambda: below
+    send("large", headers={"tenant": "a", "choices": 64})
+    assert turns_within(loop, 0.5) < 50
+    send("small", headers={"tenant": "b"})
+    loop.run_until(lambda: bool(loop.messages))
+    assert turns_within(loop, 0.5) < 50
+    assert [message.decode() for message in loop.messages] == ["small"]
+    below = ALL_STEPS
+    loop.run_until(lambda: len(loop.messages) == 2)
 
 
 def test_messages_that_another_worker_sorted_and_left_wake_an_idle_worker(
     loop: Loop, send: Callable[..., None], redis_client: "redis.Redis"
 ) -> None:
-    loop.credit = 0
+    loop.free_slots = 0
     for _ in range(3):
         loop.hub.run_once()
     for _ in range(3):
@@ -112,10 +131,10 @@ def test_messages_that_another_worker_sorted_and_left_wake_an_idle_worker(
     other = Leases(redis_client, lease_seconds=60, delivery_limit=5)
     (taken,) = other.fetch(queue_lists(QUEUE.name), 1)
     assert turns_within(loop, 0.3) < 50  # waiting messages do not keep it turning
-    loop.credit = 10
+    loop.free_slots = 10
     loop.run_until(lambda: len(loop.messages) == 2)
     assert turns_within(loop, 0.3) < 50  # nor does it turn when all messages are taken
-    other.release(taken.lease_id)  # while it waits for the wake-up token
+    other.requeue(taken.lease_id)  # while it waits for the wake-up token
     loop.run_until(lambda: len(loop.messages) == 3)
 
 
@@ -124,16 +143,16 @@ def test_a_blocking_wait_whose_connection_was_closed_is_restarted(
 ) -> None:
     for _ in range(3):
         loop.hub.run_once()
-    loop.credit = 0
+    loop.free_slots = 0
     for step in (0, 3, 6, 9):
         send("x", step)
     redis_client.lpush(wake_up_key(QUEUE.name), "1")
     for _ in range(10):
-        loop.hub.run_once()  # each wait is answered, and its message waits for credit
+        loop.hub.run_once()  # each wait is answered, and its message waits for a free slot
     redis_client.client_kill_filter(_type="normal", skipme=True)
     for _ in range(10):
         loop.hub.run_once()
-    loop.credit = 10
+    loop.free_slots = 10
     loop.run_until(lambda: len(loop.messages) == 4)
 
 
@@ -148,15 +167,15 @@ def test_held_messages_are_renewed_by_the_loop(
     assert len(loop.messages) == 1  # it was not delivered again
 
 
-def test_a_message_waits_until_there_is_credit_again(loop: Loop, send: Callable[..., None]) -> None:
+def test_a_message_waits_until_a_slot_is_free_again(loop: Loop, send: Callable[..., None]) -> None:
     for _ in range(3):
         loop.hub.run_once()
-    loop.credit = 0
+    loop.free_slots = 0
     send("x")
     for _ in range(10):
         loop.hub.run_once()
     assert loop.messages == []
-    loop.credit = 1
+    loop.free_slots = 1
     loop.run_until(lambda: len(loop.messages) == 1)
 
 
@@ -270,7 +289,7 @@ def test_a_half_opened_message_goes_back_with_its_connection(
 ) -> None:
     monkeypatch.setattr(transport, "_TURN_SECONDS", 0.0)
     send("x")
-    loop.run_until(lambda: loop.channel._steps is not None)
+    loop.run_until(lambda: loop.channel._parts is not None)
     loop.disconnect()
     loop.connect()
     loop.run_until(lambda: len(loop.messages) == 1)

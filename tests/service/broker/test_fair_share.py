@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from kombu import Connection, Producer
 
 from headrace_broker.app import LEASE_TRANSPORT
-from headrace_broker.dead_letters import dead_letters
-from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import (
     LEASES_KEY,
     delayed_key,
@@ -23,8 +21,10 @@ from headrace_broker.keys import (
     waiting_key,
     wake_up_key,
 )
-from headrace_broker.leases import LeasedMessage, Leases
-from headrace_broker.queue_levels import QueueLevelReader
+from headrace_broker.queue.dead_letters import dead_letters
+from headrace_broker.queue.leases import LeasedMessage, Leases
+from headrace_broker.queue.levels import QueueLevelReader
+from headrace_broker.server.embedded import EmbeddedServer
 from service.broker.tenant_messages import LISTS, QUEUE, envelope, name_of, names, numbered, push, take, tenant_of
 
 
@@ -68,7 +68,7 @@ def test_tokens_are_shared_by_weight(make_leases: Callable[..., Leases], redis_c
     assert tokens["béta"] / tokens["gamma"] == pytest.approx(2, rel=0.1)
 
 
-def test_a_tenant_gathers_no_credit_while_it_is_idle(
+def test_a_tenant_gathers_no_service_while_it_is_idle(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases, costs = make_leases(), {"busy": 100, "idle": 100}
@@ -123,7 +123,7 @@ def test_a_request_that_was_handed_back_is_its_tenants_next_and_not_charged_twic
     for _ in range(10):
         (first,) = take(leases)
         assert name_of(first) == "a0"
-        leases.release(first.lease_id)
+        leases.requeue(first.lease_id)
     taken = names(take(leases, 4))
     assert sorted(taken) == ["a0", "a1", "b0", "b1"]
 
@@ -250,7 +250,7 @@ def check_agreement(client: "redis.Redis") -> None:
     st.lists(
         st.tuples(st.just("push"), st.sampled_from("abc"), st.integers(0, 3))
         | st.tuples(st.sampled_from(["take", "take aged"]), st.integers(0, 4))
-        | st.tuples(st.sampled_from(["ack", "release", "release counted", "postpone", "fall silent"])),
+        | st.tuples(st.sampled_from(["ack", "requeue", "requeue counted", "postpone", "fall silent"])),
         max_size=30,
     )
 )
@@ -282,7 +282,7 @@ def test_after_any_sequence_of_events_each_message_is_done_once_and_all_keys_agr
             elif action == "postpone":
                 holder.postpone(message.lease_id, 1000)
             else:
-                holder.release(message.lease_id, is_counted=action == "release counted")
+                holder.requeue(message.lease_id, is_counted=action == "requeue counted")
         check_agreement(redis_client)
     for holder, message in held:
         holder.ack(message.lease_id)
@@ -364,8 +364,8 @@ def test_there_is_a_wake_up_token_exactly_while_sorted_messages_wait(
     assert redis_client.llen(wake_up_key(QUEUE)) == 1
     (second,) = take(leases)
     assert redis_client.llen(wake_up_key(QUEUE)) == 0
-    leases.release(first.lease_id)
-    leases.release(second.lease_id)
+    leases.requeue(first.lease_id)
+    leases.requeue(second.lease_id)
     assert redis_client.llen(wake_up_key(QUEUE)) == 1
     take(leases, 2)
     assert redis_client.llen(wake_up_key(QUEUE)) == 0
@@ -421,3 +421,59 @@ def test_a_message_without_headers_is_served_like_a_tenants(
         Producer(connection).publish("plain", routing_key=QUEUE, exchange="", serializer="json")
     push(redis_client, "a", numbered("a", 3))
     assert len(take(make_leases(), 4)) == 4
+
+
+def push_choices(client: "redis.Redis", tenant: str, names: list[str], choices: Any, *, step: int = 0) -> None:
+    for name in names:
+        client.lpush(LISTS[step], envelope(name, tenant, choices=choices))
+
+
+def test_a_message_takes_a_slot_for_each_of_its_choices(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    push_choices(redis_client, "a", numbered("a", 9), 4)
+    taken = take(make_leases(), 10)
+    assert names(taken) == ["a0", "a1", "a2"]  # the last one exceeds the slots that are left
+    assert [message.choices for message in taken] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("choices", [0, -1, 65, 1.5, "8", True, None, [8], 1e300])
+def test_an_invalid_number_of_choices_counts_as_one(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis", choices: Any
+) -> None:
+    push_choices(redis_client, "a", ["a0", "a1", "a2"], choices)
+    assert names(take(make_leases(), 2)) == ["a0", "a1"]
+
+
+def test_while_large_messages_may_not_be_split_smaller_ones_of_other_tenants_pass_them(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases()
+    push_choices(redis_client, "large", numbered("large", 3), 64)
+    push(redis_client, "small", numbered("small", 3))
+    push_choices(redis_client, "large", ["better"], 64, step=0)
+    assert names(leases.fetch(LISTS, 4, split_from=0)) == numbered("small", 3)
+    assert leases.fetch(LISTS, 4, split_from=0) == []
+    assert names(leases.fetch(LISTS, 4)) == ["large0"]
+
+
+def test_only_messages_of_the_first_lists_are_split(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases()
+    push_choices(redis_client, "a", ["worse"], 8, step=1)
+    assert leases.fetch(LISTS, 4, split_from=1) == []
+    push_choices(redis_client, "a", ["better"], 8)
+    assert names(leases.fetch(LISTS, 4, split_from=1)) == ["better"]
+
+
+def test_a_worker_corrects_the_choices_of_a_message_that_it_gives_back(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    leases = make_leases()
+    push(redis_client, "a", ["a0"])
+    (message,) = take(leases)
+    leases.requeue(message.lease_id, choices=8)
+    assert leases.fetch(LISTS, 4, split_from=0) == []
+    (message,) = leases.fetch(LISTS, 4)
+    assert (message.choices, message.deliveries) == (8, 1)

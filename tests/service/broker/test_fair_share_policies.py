@@ -7,8 +7,7 @@ import msgpack
 import pytest
 import redis
 
-from headrace_broker.client import Client
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.client.client import Client
 from headrace_broker.errors import QueueFullError, TenantQueueFullError
 from headrace_broker.keys import (
     LEASE_BODIES_KEY,
@@ -18,8 +17,9 @@ from headrace_broker.keys import (
     sorted_ids_key,
     tenant_ids_key,
 )
-from headrace_broker.leases import Leases
-from headrace_broker.queue_levels import QueueLevelReader
+from headrace_broker.queue.leases import Leases
+from headrace_broker.queue.levels import QueueLevelReader
+from headrace_broker.server.embedded import EmbeddedServer
 from headrace_broker.settings import BrokerSettings
 from service.broker.tenant_messages import LISTS, QUEUE, envelope, name_of, names, numbered, push, take
 
@@ -97,14 +97,14 @@ def test_a_clock_that_is_set_back_does_not_reverse_the_order(
     assert names(take(leases, 3)) == ["first", "second", "third"]
 
 
-def test_an_aged_message_that_is_put_back_keeps_its_level(
+def test_an_aged_message_that_is_requeued_keeps_its_step(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     push(redis_client, "a", ["low"], step=1)
     aged = make_leases(ageing_seconds=1e-6)
     aged.fetch(LISTS, 0)
     (message,) = take(aged)
-    aged.release(message.lease_id)
+    aged.requeue(message.lease_id)
     push(redis_client, "a", ["high"])
     assert names(take(make_leases(), 2)) == ["low", "high"]
 

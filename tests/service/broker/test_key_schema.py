@@ -12,7 +12,7 @@ import headrace_gateway
 from headrace_broker import keys
 from headrace_broker.key_schema import KeySchema, RedisKey
 from headrace_broker.scripts import LuaScript
-from headrace_gateway import redis_keys
+from headrace_gateway.redis import keys as redis_keys
 
 OWNERS: list[tuple[ModuleType, KeySchema]] = [(keys, keys.KEYS), (redis_keys, redis_keys.KEYS)]
 DECLARED = [(owner, key) for owner, schema in OWNERS for key in schema]
@@ -39,7 +39,8 @@ def test_every_script_compiles(redis_client: "redis.Redis") -> None:
         for package in (headrace_broker, headrace_gateway)
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
         if not found.name.endswith("__main__")
-        for each in vars(importlib.import_module(found.name)).values()
+        for value in vars(importlib.import_module(found.name)).values()
+        for each in (value.values() if isinstance(value, dict) else [value])
         for text in ([each.text] if isinstance(each, LuaScript) else [])
     }
     assert len(scripts) == 38

@@ -8,8 +8,6 @@ import pytest
 import redis
 
 from clock import Clock
-from headrace_broker.connections import connect
-from headrace_broker.dead_letters import DeadLetter, dead_letters
 from headrace_broker.keys import (
     LEASE_BODIES_KEY,
     LEASE_DELIVERIES_KEY,
@@ -18,8 +16,10 @@ from headrace_broker.keys import (
     LEASES_KEY,
     queue_lists,
 )
-from headrace_broker.leases import LeasedMessage, Leases
-from headrace_broker.reasons import DeadLetterReason
+from headrace_broker.queue.dead_letters import DeadLetter, dead_letters
+from headrace_broker.queue.leases import LeasedMessage, Leases
+from headrace_broker.server.connections import connect
+from headrace_wire.codes import DeadLetterReason
 from service.servers import make_server
 
 QUEUE = "headrace.m"
@@ -102,7 +102,7 @@ def test_a_message_survives_byte_for_byte(make_leases: MakeLeases, redis_client:
     push(redis_client, body, step=2)
     leases = make_leases()
     (message,) = take(leases)
-    leases.release(message.lease_id)
+    leases.requeue(message.lease_id)
     (again,) = take(leases)
     assert (again.body, again.list_name) == (body, LISTS[2])
 
@@ -143,7 +143,7 @@ def test_a_worker_that_lost_its_lease_is_notified_and_cannot_settle_the_message(
     other.reap()
     (again,) = take(other)
     zombie.ack(message.lease_id)
-    zombie.release(message.lease_id)
+    zombie.requeue(message.lease_id)
     zombie.dead_letter(message.lease_id, DeadLetterReason.REJECTED, "spite")
     zombie.hold(message.lease_id, message)
     zombie.tick()
@@ -191,7 +191,7 @@ def test_a_worker_that_slept_too_long_finds_its_lost_leases_before_it_fetches_or
     assert redis_client.zscore(LEASES_KEY, kept.lease_id) > 1  # renewed, so not reaped by itself
 
 
-def test_a_released_message_is_fetched_next_and_its_delivery_does_not_count(
+def test_a_requeued_message_is_fetched_next_and_its_delivery_does_not_count(
     make_leases: MakeLeases, redis_client: "redis.Redis"
 ) -> None:
     push(redis_client, "a", "b", "c")
@@ -199,16 +199,16 @@ def test_a_released_message_is_fetched_next_and_its_delivery_does_not_count(
     for _ in range(3):
         first, second = take(leases, 2)
         assert (first.body, first.deliveries) == (b"a", 1)
-        leases.release(second.lease_id)
-        leases.release(first.lease_id)
+        leases.requeue(second.lease_id)
+        leases.requeue(first.lease_id)
     assert bodies(take(leases)) == [b"a", b"b", b"c"]
 
 
-def test_a_delivery_released_as_counted_counts(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
+def test_a_delivery_requeued_as_counted_counts(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
     push(redis_client, "a")
     leases = make_leases()
     (message,) = take(leases)
-    leases.release(message.lease_id, is_counted=True)
+    leases.requeue(message.lease_id, is_counted=True)
     assert take(leases)[0].deliveries == 2
 
 
@@ -373,7 +373,7 @@ def test_failed_settlements_are_retried_when_the_server_is_back(clock: Clock) ->
         done, unfinished, held = take(leases)
         server.kill()
         leases.ack(done.lease_id)
-        leases.release(unfinished.lease_id)
+        leases.requeue(unfinished.lease_id)
         leases.tick()
         assert len(leases) == 1
         server.start()

@@ -9,16 +9,18 @@ from contextlib import contextmanager
 import pytest
 import redis
 
-from headrace_broker.async_client import AsyncClient
-from headrace_broker.client import Client
-from headrace_broker.connections import connect, connect_async
-from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.errors import RequestFailedError, ResultTimeoutError, StreamExpiredError
-from headrace_broker.events import ChunkEvent, StreamEvent, pack
+from headrace_broker.client.async_client import AsyncClient
+from headrace_broker.client.client import Client
+from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
 from headrace_broker.keys import listener_key, result_key
-from headrace_broker.listeners import Listeners
-from headrace_broker.stream_hub import StreamHub
-from headrace_broker.streams import StreamWrite, StreamWriter
+from headrace_broker.packing import pack
+from headrace_broker.results import RequestFailedError
+from headrace_broker.server.connections import connect, connect_async
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_broker.streams.events import ChunkEvent, StreamEvent
+from headrace_broker.streams.hub import StreamHub
+from headrace_broker.streams.listeners import Listeners
+from headrace_broker.streams.writer import StreamWrite, StreamWriter
 
 SUBSCRIBER = (
     "on nopass resetkeys resetchannels %R~headrace:stream:* %R~headrace:ended:* ~headrace:listener:*"
@@ -196,7 +198,7 @@ def test_a_repeated_submission_counts_as_a_heartbeat(client: Client, redis_clien
 def test_waiting_for_a_result_keeps_its_interval_while_the_key_is_missing(
     client: Client, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_broker.client.BLOCK_SECONDS", 600.0)  # the wait without the key
+    monkeypatch.setattr("headrace_broker.client.client.BLOCK_SECONDS", 600.0)  # the wait without the key
 
     def num_asked() -> int:
         return int(redis_client.info("commandstats").get("cmdstat_get", {"calls": 0})["calls"])

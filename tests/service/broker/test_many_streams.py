@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import redis
 
-from headrace_broker.async_client import AsyncClient
-from headrace_broker.client import Client
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.client.async_client import AsyncClient
+from headrace_broker.client.client import Client
 from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
-from headrace_broker.events import ChunkEvent, EndEvent, StreamEvent
 from headrace_broker.keys import stream_key
-from headrace_broker.streams import StreamWrite, StreamWriter
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_broker.streams.events import ChunkEvent, EndEvent, StreamEvent
+from headrace_broker.streams.writer import StreamWrite, StreamWriter
 
 
 def write(writer: StreamWriter, request_id: str, count: int, *, end: bool = True) -> None:

@@ -7,7 +7,7 @@ import pytest
 import redis
 
 from headrace_broker.keys import LEASE_RECORDS_KEY, queue_lists, waiting_key
-from headrace_broker.leases import LeasedMessage, Leases
+from headrace_broker.queue.leases import LeasedMessage, Leases
 from service.broker.tenant_messages import LISTS, QUEUE, names, numbered, push, take
 
 BETTER_THAN_9 = 3
@@ -44,7 +44,7 @@ def test_a_fetched_message_has_the_priority_of_its_list_and_of_its_level(
     leases.sort(LISTS)
     (message,) = take(leases)
     assert message.list_name == queue_lists(QUEUE)[3]
-    assert message.level == 0
+    assert message.step == 0
 
 
 def test_a_preempting_fetch_skips_messages_that_have_aged(
@@ -96,9 +96,9 @@ def test_preemptions_of_a_message_are_counted_and_are_no_deliveries(
         (message,) = take(leases)
         assert names([message]) == ["b0"]  # it keeps its place
         assert (message.preemptions, message.deliveries) == (count, 1)
-        leases.release(message.lease_id, is_preempted=True)
+        leases.requeue(message.lease_id, is_preempted=True)
     (message,) = take(first)
-    first.release(message.lease_id)  # as a drain does, which is no preemption
+    first.requeue(message.lease_id)  # as a drain does, which is no preemption
     (message,) = take(first)
     assert message.preemptions == 3
     first.ack(message.lease_id)
@@ -120,11 +120,11 @@ def test_a_message_does_not_age_while_it_runs(
     push(redis_client, "batch", ["b"], step=3)
     for _ in range(2):  # together longer than the ageing time
         (message,) = take(leases)
-        assert message.level == 9
+        assert message.step == 9
         shift(redis_client, message, "since", "taken", seconds=500)
-        leases.release(message.lease_id, is_preempted=is_preempted)
+        leases.requeue(message.lease_id, is_preempted=is_preempted)
     leases.sort(LISTS)
-    assert take(leases)[0].level == 9
+    assert take(leases)[0].step == 9
 
 
 def test_a_message_that_was_handed_back_continues_to_age(
@@ -134,9 +134,9 @@ def test_a_message_that_was_handed_back_continues_to_age(
     push(redis_client, "batch", ["b"], step=3)
     (message,) = take(leases)
     shift(redis_client, message, "since", seconds=700)
-    leases.release(message.lease_id)
+    leases.requeue(message.lease_id)
     leases.sort(LISTS)
-    assert take(leases)[0].level == 6
+    assert take(leases)[0].step == 6
 
 
 def test_a_preempted_message_ages_anew_from_its_own_priority_and_keeps_its_place(
@@ -146,17 +146,17 @@ def test_a_preempted_message_ages_anew_from_its_own_priority_and_keeps_its_place
     push(redis_client, "batch", ["b0"], step=3)
     ageing.sort(LISTS)
     (message,) = take(ageing)
-    assert message.level == 0
+    assert message.step == 0
     push(redis_client, "batch", ["b1"], step=3)
     push(redis_client, "chat", ["c6"], step=2)
     leases.sort(LISTS)
 
-    ageing.release(message.lease_id, is_preempted=True)
+    ageing.requeue(message.lease_id, is_preempted=True)
 
     assert names(take(leases, 1)) == ["c6"]
     found = take(leases, 9)
     assert names(found) == ["b0", "b1"]
-    assert [message.level for message in found] == [9, 9]
+    assert [message.step for message in found] == [9, 9]
 
 
 def test_a_preempted_message_is_charged_once(make_leases: Callable[..., Leases], redis_client: "redis.Redis") -> None:
@@ -164,7 +164,7 @@ def test_a_preempted_message_is_charged_once(make_leases: Callable[..., Leases],
     push(redis_client, "batch", ["b"], step=3)
     for _ in range(3):
         (message,) = take(leases)
-        leases.release(message.lease_id, is_preempted=True)
+        leases.requeue(message.lease_id, is_preempted=True)
     (message,) = take(leases)
     leases.cost(message.lease_id, 70)
     leases.ack(message.lease_id)
@@ -177,6 +177,6 @@ def test_releasing_a_lost_lease_counts_no_preemption(
     leases, other = make_leases(), make_leases()
     push(redis_client, "batch", ["b"], step=3)
     (message,) = take(leases)
-    other.release(message.lease_id, is_preempted=True)
-    leases.release(message.lease_id)
+    other.requeue(message.lease_id, is_preempted=True)
+    leases.requeue(message.lease_id)
     assert take(leases)[0].preemptions == 0

@@ -7,9 +7,9 @@ import pytest
 import redis
 
 from headrace_broker import RegisteredModel, TemplateTraits
-from headrace_broker.events import pack
 from headrace_broker.keys import MODELS_KEY
-from headrace_broker.registry import known_models, read_models, register_model
+from headrace_broker.models.registry import known_models, read_models, register_model
+from headrace_broker.packing import pack
 
 OLD = {"max_model_len": 64, "seen": 5.0, "worker": "w"}
 

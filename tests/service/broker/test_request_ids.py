@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import redis
 
-from headrace_broker.dead_letters import DeadLetter, dead_letters, requeue
 from headrace_broker.keys import LEASE_BODIES_KEY, LEASE_REQUESTS_KEY, LEASES_KEY, queue_lists, stream_key
-from headrace_broker.leases import LeasedMessage, Leases
-from headrace_broker.reasons import DeadLetterReason
+from headrace_broker.queue.dead_letters import DeadLetter, dead_letters, requeue
+from headrace_broker.queue.leases import LeasedMessage, Leases
 from headrace_broker.results import ErrorInfo
-from headrace_broker.streams import Ending, StreamWrite, StreamWriter
+from headrace_broker.streams.writer import Ending, StreamWrite, StreamWriter
+from headrace_wire.codes import DeadLetterReason
 from service.workers.messages import message
 
 LISTS = queue_lists("headrace.m")
@@ -129,12 +129,12 @@ def end_by_dead_letter(leases: Leases, leased: LeasedMessage) -> None:
 
 def end_by_limit(leases: Leases, leased: LeasedMessage) -> None:
     for _ in range(2):
-        leases.release(leased.lease_id, is_counted=True)
+        leases.requeue(leased.lease_id, is_counted=True)
         take(leases)
 
 
 def end_by_purge(leases: Leases, leased: LeasedMessage) -> None:
-    leases.release(leased.lease_id)
+    leases.requeue(leased.lease_id)
     leases.purge(LISTS)
 
 
@@ -147,7 +147,7 @@ def test_an_id_is_free_again_when_its_message_is_gone(
 ) -> None:
     redis_client.lpush(LISTS[0], raw("r"))
     [leased] = take(leases)
-    leases.release(leased.lease_id)
+    leases.requeue(leased.lease_id)
     [leased] = take(leases)
     assert bound(redis_client) == {b"r": leased.lease_id.encode()}
     end(leases, leased)

@@ -7,13 +7,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 import redis
 
-from headrace_broker.connections import connect_async
-from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.errors import MalformedEntryError, StreamExpiredError, TooManySubscribersError
-from headrace_broker.events import ChunkEvent, EndEvent
 from headrace_broker.keys import stream_key
-from headrace_broker.stream_hub import MAX_SUBSCRIBERS, StreamHub, Subscription
-from headrace_broker.streams import StreamWrite, StreamWriter
+from headrace_broker.server.connections import connect_async
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_broker.streams.events import ChunkEvent, EndEvent
+from headrace_broker.streams.hub import MAX_SUBSCRIBERS, StreamHub, Subscription
+from headrace_broker.streams.writer import StreamWrite, StreamWriter
 from service.servers import make_server
 
 TIMEOUT = 30.0

@@ -6,10 +6,10 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from headrace_broker.events import ChunkEvent, EndEvent, StreamEvent, read_entry
 from headrace_broker.keys import stream_key
 from headrace_broker.results import ErrorInfo
-from headrace_broker.streams import StreamWrite, StreamWriter, WriteOutcome
+from headrace_broker.streams.events import ChunkEvent, EndEvent, StreamEvent, read_entry
+from headrace_broker.streams.writer import StreamWrite, StreamWriter, WriteOutcome
 
 WORKERS = 3
 ACTIONS = st.lists(

@@ -3,13 +3,13 @@
 import pytest
 import redis
 
+from headrace_broker.client.submission import cancel_call
 from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
-from headrace_broker.events import ChunkEvent, EndEvent, StartEvent
 from headrace_broker.keys import ENDED_SECONDS, ended_key, stream_key
 from headrace_broker.results import ErrorInfo, Usage
-from headrace_broker.streams import END_STREAM, Ending, StreamWrite, StreamWriter, WriteOutcome, draws_of
-from headrace_broker.submission import cancel_call
-from headrace_broker.subscriber import read_stream, read_streams
+from headrace_broker.streams.events import ChunkEvent, EndEvent, StartEvent
+from headrace_broker.streams.subscriber import read_stream, read_streams
+from headrace_broker.streams.writer import END_STREAM, Ending, StreamWrite, StreamWriter, WriteOutcome, draws_of
 
 TTL = 60
 

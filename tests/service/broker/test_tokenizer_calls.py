@@ -6,12 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import redis
 
-from headrace_broker.connections import connect, connect_async
-from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.errors import TokenizerCallError
-from headrace_broker.events import pack, unpack
-from headrace_broker.keys import tokenizer_answer_key, tokenizer_calls_key
-from headrace_broker.tokenizer_calls import (
+from headrace_broker.client.tokenizer_calls import (
     ANSWER_SECONDS,
     MAX_CALLS_PER_CLIENT,
     MAX_CALLS_PER_KEY,
@@ -20,6 +15,11 @@ from headrace_broker.tokenizer_calls import (
     TokenizerCalls,
     TokenizerClient,
 )
+from headrace_broker.errors import TokenizerCallError
+from headrace_broker.keys import tokenizer_answer_key, tokenizer_calls_key
+from headrace_broker.packing import pack, unpack
+from headrace_broker.server.connections import connect, connect_async
+from headrace_broker.server.embedded import EmbeddedServer
 
 
 @pytest.fixture
@@ -98,9 +98,10 @@ async def test_an_expired_call_is_not_taken(client: "redis.Redis", asking: "redi
     for ends, taken in ((1000 * seconds - 1, False), (1000 * seconds + 60_000, True)):
         client.rpush(key, b"%d|%b" % (ends, call.split(b"|", 1)[1]))
         assert (calls.take(1.0) is not None) == taken
-    asked.cancel()
+    asked.cancel()  # with a reply of Redis that it has not read
     with pytest.raises(asyncio.CancelledError):
-        await asked
+        async with asyncio.timeout(ANSWER_SECONDS / 2):
+            await asked
 
 
 async def test_the_number_of_waiting_calls_is_limited(client: "redis.Redis", asking: "redis.asyncio.Redis") -> None:

@@ -12,11 +12,11 @@ import redis
 from kombu import Connection, Consumer, Queue
 
 from headrace_broker.app import LEASE_TRANSPORT
-from headrace_broker.dead_letters import dead_letters
-from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.errors import TransportConfigurationError
 from headrace_broker.keys import LEASES_KEY, sorted_ids_key
-from headrace_broker.transport import Transport
+from headrace_broker.queue.dead_letters import dead_letters
+from headrace_broker.queue.transport import Transport
+from headrace_broker.server.embedded import EmbeddedServer
 from service.servers import make_server
 
 QUEUE = Queue("headrace.m", exchange="", routing_key="headrace.m")
@@ -46,7 +46,7 @@ class Inbox:
 @pytest.fixture
 def inbox(redis_server: EmbeddedServer) -> Iterator[Inbox]:
     inbox = Inbox(redis_server.url)
-    inbox.channel.credit = lambda: 100
+    inbox.channel.free_slots = lambda: 100
     yield inbox
     for message in inbox.messages:
         if not message.acknowledged:
@@ -98,18 +98,22 @@ def test_a_blocking_wait_does_not_change_the_order(inbox: Inbox, producer: Any) 
     assert [message.decode() for message in inbox.messages] == [0, 1, 2]
 
 
-def test_without_credit_messages_stay_in_the_queue(inbox: Inbox, producer: Any, redis_client: "redis.Redis") -> None:
+def test_without_a_free_slot_messages_stay_in_the_queue(
+    inbox: Inbox, producer: Any, redis_client: "redis.Redis"
+) -> None:
     for number in range(3):
         send(producer, number)
-    inbox.channel.credit = lambda: 0
+    inbox.channel.free_slots = lambda: 0
     assert inbox.drain() == []
     assert not inbox.channel.qos.can_consume()
-    inbox.channel.credit = lambda: 2 - len(inbox.messages)
+    inbox.channel.free_slots = lambda: 2 - len(inbox.messages)
     assert len(inbox.drain()) == 2
     assert redis_client.zcard(sorted_ids_key(QUEUE.name)) == 1
 
 
-def test_without_an_engine_the_prefetch_count_is_the_credit(redis_server: EmbeddedServer, producer: Any) -> None:
+def test_without_an_engine_the_prefetch_count_is_the_number_of_free_slots(
+    redis_server: EmbeddedServer, producer: Any
+) -> None:
     inbox = Inbox(redis_server.url)
     inbox.channel.basic_qos(0, 2, False)
     for number in range(3):
@@ -141,7 +145,7 @@ def test_a_message_whose_worker_fell_silent_is_marked_as_redelivered(
 ) -> None:
     send(producer, "x")
     (message,) = inbox.drain()
-    inbox.channel.leases.release(message.delivery_tag, is_counted=True)
+    inbox.channel.leases.requeue(message.delivery_tag, is_counted=True)
     (again,) = inbox.drain()
     assert again.delivery_info["redelivered"] is True
 
@@ -243,7 +247,7 @@ def test_a_consumer_prefers_messages_with_the_prefix_of_earlier_ones(
     inbox = Inbox(redis_server.url, prefix_affinity=True)
     for name, prefix in (("1", "p"), ("2", "q"), ("3", "p"), ("4", "\ud800"), ("5", "p" * 33)):
         redis_client.lpush(QUEUE.name, envelope(headers={"task": "headrace.generate", "id": name, "prefix": prefix}))
-    inbox.channel.credit = lambda: 1
+    inbox.channel.free_slots = lambda: 1
     for _ in range(5):
         inbox.channel.fetch()
     assert [message.headers["id"] for message in inbox.messages] == ["1", "3", "2", "4", "5"]
@@ -261,7 +265,7 @@ def test_leases_outlive_the_connection_that_fetched_them(
     first = Inbox(redis_server.url)
     (message,) = first.drain()
     first.connection.close()
-    assert redis_client.llen(QUEUE.name) == 0  # closing put nothing back
+    assert redis_client.llen(QUEUE.name) == 0  # closing requeued nothing
     second = Inbox(redis_server.url)
     assert second.channel.leases is first.channel.leases
     assert len(second.channel.leases) == 1

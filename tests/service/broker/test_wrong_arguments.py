@@ -8,13 +8,13 @@ from typing import Any, Final
 import pytest
 import redis
 
-from headrace_broker.async_client import AsyncClient
-from headrace_broker.client import Client
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.client.async_client import AsyncClient
+from headrace_broker.client.client import Client
 from headrace_broker.errors import HeadraceBrokerError, InvalidRequestError, QueueUnavailableError, SettingsError
-from headrace_broker.events import ChunkEvent, EndEvent, StartEvent
 from headrace_broker.keys import DEAD_LETTERS_KEY, MODELS_KEY
-from headrace_broker.streams import StreamWrite, StreamWriter
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_broker.streams.events import ChunkEvent, EndEvent, StartEvent
+from headrace_broker.streams.writer import StreamWrite, StreamWriter
 
 ODD: Final[tuple[Any, ...]] = (
     0,
@@ -90,7 +90,7 @@ def cases() -> list[Any]:
 def test_a_wrong_argument_is_refused_before_anything_is_sent(
     client: Client, redis_client: "redis.Redis", call: Callable[[Any, Any], Any], odd: Any
 ) -> None:
-    with pytest.raises(InvalidRequestError, match=r"must|unknown"):
+    with pytest.raises(InvalidRequestError, match=r"must|unknown|required"):
         list(call(client, odd))
     assert redis_client.dbsize() == 0
 
@@ -101,7 +101,7 @@ async def test_a_wrong_argument_is_refused_by_the_asyncio_client(
 ) -> None:
     async with AsyncClient(redis_server.url, model="m") as client:
         answer = call(client, 1.5)
-        with pytest.raises(HeadraceBrokerError, match=r"must|unknown"):
+        with pytest.raises(HeadraceBrokerError, match=r"must|unknown|required"):
             await (anext(answer) if hasattr(answer, "__anext__") else answer)
 
 

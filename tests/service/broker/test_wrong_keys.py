@@ -10,8 +10,6 @@ import redis
 from kombu import Connection
 
 from headrace_broker.app import LEASE_TRANSPORT
-from headrace_broker.connections import connect
-from headrace_broker.dead_letters import dead_letters, purge, requeue
 from headrace_broker.keys import (
     DEAD_LETTERS_KEY,
     LEASE_BODIES_KEY,
@@ -25,9 +23,11 @@ from headrace_broker.keys import (
     tenant_ids_key,
     waiting_key,
 )
-from headrace_broker.leases import Leases
-from headrace_broker.queue_levels import QueueLevelReader
-from headrace_broker.reasons import DeadLetterReason
+from headrace_broker.queue.dead_letters import dead_letters, purge, requeue
+from headrace_broker.queue.leases import Leases
+from headrace_broker.queue.levels import QueueLevelReader
+from headrace_broker.server.connections import connect
+from headrace_wire.codes import DeadLetterReason
 from service.broker.tenant_messages import LISTS, QUEUE, envelope, names
 from service.servers import make_server
 
@@ -97,7 +97,7 @@ class Scene:
         """Do everything that workers and operators do, except purging, whose errors the caller has to see."""
         first, second, third, _ = self.held
         self._acknowledge(first)
-        self.holder.release(second.lease_id)
+        self.holder.requeue(second.lease_id)
         self.holder.postpone(third.lease_id, 0)
         self.holder.tick()
         for attempt in (
@@ -119,7 +119,7 @@ class Scene:
     def _take(self, count: int) -> None:
         for number, message in enumerate(self.other.fetch(LISTS, count)):
             if number % 3 == 0:
-                self.other.release(message.lease_id)
+                self.other.requeue(message.lease_id)
             elif number % 3 == 1:
                 self.other.dead_letter(message.lease_id, DeadLetterReason.UNDELIVERABLE, "Error")
 
@@ -329,7 +329,7 @@ def test_a_message_whose_lease_names_no_list_goes_back_to_the_right_one(client: 
     for meta in (scene.holder.owner + "|", "|", "nobody", ""):
         for message in scene.held:
             client.hset(LEASE_META_KEY, message.lease_id, meta)
-        scene.holder.release(scene.held[0].lease_id)
+        scene.holder.requeue(scene.held[0].lease_id)
         assert scene.messages - scene.drain() == set()
         scene = Scene(client)
 

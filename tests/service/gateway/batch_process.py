@@ -13,7 +13,7 @@ from typing import Any
 
 from service.gateway.gateway_process import PATIENCE
 
-HEADRACE = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "batch", "run"]
+HEADRACE = [sys.executable, "-c", "from headrace_cli.main import main; main()", "batch", "run"]
 
 
 def write_input(path: Path, bodies: Iterable[dict[str, Any]], url: str = "/v1/chat/completions") -> Path:

@@ -1,10 +1,11 @@
-"""One worker of a tiny model, and gateways before it."""
+"""One worker of a tiny model and one of the default model, and gateways before them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
+from clients.model import NAME, save_model_with_tools
 from service.gateway.gateway_process import GatewayProcess
 from service.servers import make_server
 from service.workers.conftest import model_folder
@@ -44,4 +45,19 @@ def gateway(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
         finally:
             for replica in replicas:
                 replica.close()
+            service.close()
+
+
+@pytest.fixture(scope="session")
+def real_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    """A replica before a worker of the default model, whose template here shows tools."""
+    folder = tmp_path_factory.mktemp("real")
+    with make_server() as server:
+        service = Service(server, str(save_model_with_tools(folder)), folder)
+        replica = GatewayProcess(redis_url=server.url, log=folder / "gateway.log", files=folder / "files")
+        try:
+            service.start_worker(served_model_name=NAME, dtype="bfloat16", kv_cache_memory="256MiB").wait_ready()
+            yield RunningGateway(service, (replica.wait_ready(), replica), model=NAME)
+        finally:
+            replica.close()
             service.close()

@@ -6,11 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-from headrace_broker.embedded import free_port
+from headrace_broker.server.embedded import free_port
 
-HEADRACE = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "gateway"]
+HEADRACE = [sys.executable, "-c", "from headrace_cli.main import main; main()", "gateway"]
 PATIENCE = 60.0
 """Seconds; only a failing test takes all of it, but a slow machine may need much of it."""
 
@@ -20,9 +21,19 @@ class GatewayProcess:
 
     Args:
         port: where not a free one.
+        command: what to run in place of `headrace gateway`.
     """
 
-    def __init__(self, *, redis_url: str, log: Path, port: int | None = None, **settings: object) -> None:
+    def __init__(
+        self,
+        *,
+        redis_url: str,
+        log: Path,
+        port: int | None = None,
+        command: Sequence[str] = HEADRACE,
+        **settings: object,
+    ) -> None:
+        self._command = command
         self.log = log
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -37,13 +48,18 @@ class GatewayProcess:
         """Start it, again after it has ended, at the same port."""
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
-                HEADRACE, env=self._environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
+                self._command,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,
             )
 
     def wait_ready(self) -> "GatewayProcess":
-        """Wait until it is ready."""
+        """Wait until it answers. It may have no worker."""
         deadline = time.monotonic() + PATIENCE
-        while self.get("/ready") != 200:
+        while self.get("/health") != 200:
             assert self.process.poll() is None, self.log_text()
             assert time.monotonic() < deadline, self.log_text()
             time.sleep(0.02)

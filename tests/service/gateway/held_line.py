@@ -9,10 +9,10 @@ import time
 import redis
 
 from headrace_broker.keys import MODELS_KEY, queue_lists, queue_name
-from headrace_broker.leases import Leases
-from headrace_broker.registry import register_model
+from headrace_broker.models.registry import register_model
+from headrace_broker.queue.leases import Leases
 from headrace_broker.results import Usage
-from headrace_broker.streams import StreamWrite, StreamWriter
+from headrace_broker.streams.writer import StreamWrite, StreamWriter
 
 HELD_MODEL = "held"
 

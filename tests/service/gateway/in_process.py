@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 
 from headrace_gateway import GatewaySettings, make_app
-from headrace_gateway.key_file import new_key
+from headrace_gateway.keys.key_file import new_key
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 
@@ -25,11 +25,17 @@ async def running_app(redis_url: str, **options: Any) -> AsyncIterator[tuple[Any
         yield app, client
 
 
-def write_keys(path: Path, *names: str, **rights: str) -> dict[str, str]:
-    """Write a key file; return the keys by name. `rights` are TOML lines for every key."""
+def write_keys(path: Path, *names: str, have_tenants: bool = False, **rights: str) -> dict[str, str]:
+    """Write a key file; return the keys by name.
+
+    Args:
+        have_tenants: give each key a tenant of its name.
+        rights: TOML lines for every key.
+    """
     made = {name: new_key(name) for name in names}
     lines = "".join(f"{name} = {value}\n" for name, value in rights.items())
-    path.write_text("".join(entry + lines for _, entry in made.values()), encoding="utf-8")
+    entries = (entry + lines + (f'tenant = "{name}"\n' if have_tenants else "") for name, (_, entry) in made.items())
+    path.write_text("".join(entries), encoding="utf-8")
     return {name: key for name, (key, _) in made.items()}
 
 

@@ -1,10 +1,12 @@
 """Authentication and access, and the headers and errors of every response."""
 
 import asyncio
+import json
 import logging
 import os
 import re
 import signal
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,12 @@ import pytest
 import redis
 from starlette.routing import Route
 
-from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.registry import register_model
+from headrace_broker.keys import queue_lists
+from headrace_broker.models.registry import register_model
+from headrace_broker.server.embedded import EmbeddedServer
 from headrace_gateway import GatewaySettings, GatewaySettingsError, make_app
 from headrace_monitoring.gateway_metrics import GatewayMetrics
+from service.gateway.gateway_process import GatewayProcess
 from service.gateway.in_process import bearer, running_app, write_keys
 from service.servers import make_server
 
@@ -41,8 +45,9 @@ async def anybody(redis_server: EmbeddedServer) -> AsyncIterator[httpx2.AsyncCli
 
 
 async def test_no_endpoint_but_the_public_ones_answers_without_a_key(
-    redis_server: EmbeddedServer, tmp_path: Path
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
 ) -> None:
+    register_model(redis_client, "tiny", max_model_len=64, worker="w", seen=time.time())  # the gateway is ready
     write_keys(tmp_path / "keys", "web")
     async with running_app(redis_server.url, keys=tmp_path / "keys") as (app, client):
         routes = [route for route in app.routes if isinstance(route, Route)]
@@ -168,7 +173,7 @@ async def test_other_content_types_and_encodings_are_refused(anybody: httpx2.Asy
 async def test_a_page_of_an_allowed_site_may_call_with_any_header(redis_server: EmbeddedServer, tmp_path: Path) -> None:
     keys = write_keys(tmp_path / "keys", "web")
     site = "https://chat.example.org"
-    async with running_app(redis_server.url, keys=tmp_path / "keys", allowed_origins=(site,)) as (_, client):
+    async with running_app(redis_server.url, keys=tmp_path / "keys", allow_origin=(site,)) as (_, client):
         asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-stainless-os"}
         preflight = await client.options("/v1/chat/completions", headers={"Origin": site, **asked})
         assert preflight.status_code == 200
@@ -229,6 +234,66 @@ async def test_without_redis_it_is_alive_but_not_ready(tmp_path: Path) -> None:
         assert "127.0.0.1" not in response.text
 
 
+async def test_with_a_wrong_password_it_is_not_ready_and_says_so(redis_server: EmbeddedServer) -> None:
+    async with running_app(redis_server.url.replace("//", "//gateway:wrong@")) as (_, client):
+        response = await client.get("/ready")
+        assert response.status_code == 503
+        assert response.json()["reason"].startswith("Redis refuses the gateway: invalid username-password pair")
+
+
+async def test_an_open_stream_is_cut_when_its_key_is_revoked(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
+) -> None:
+    register_model(redis_client, "tiny", max_model_len=64, worker="w", seen=time.time())  # without a worker
+    path = tmp_path / "keys"
+    keys = write_keys(path, "mine", "other")
+    log = tmp_path / "log"
+    replica = GatewayProcess(redis_url=redis_server.url, log=log, keys=path, hold_status=0.1, keep_alive=0.1)
+    body = {"model": "tiny", "prompt": "a", "stream": True}
+    try:
+        replica.wait_ready()
+        async with (
+            httpx2.AsyncClient(base_url=replica.url, timeout=60) as client,
+            client.stream("POST", "/v1/completions", json=body, headers=bearer(keys["mine"])) as answer,
+        ):
+            pieces = answer.aiter_raw()
+            assert await anext(pieces)
+            write_keys(path, "other")
+            with pytest.raises(httpx2.RemoteProtocolError):
+                assert not [piece async for piece in pieces if b"[DONE]" in piece]
+        assert "request failed" not in log.read_text()
+    finally:
+        replica.close()
+
+
+async def test_it_is_ready_once_a_worker_has_registered_a_model(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    async with running_app(redis_server.url) as (_, client):
+        response = await client.get("/ready")
+        assert (response.status_code, response.json()["reason"]) == (503, "no worker has registered a model")
+        register_model(redis_client, "tiny", max_model_len=64, worker="w", seen=time.time())
+        while (response := await client.get("/ready")).status_code == 503:
+            await asyncio.sleep(0.01)
+        assert response.json() == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (None, "model is required: GET /v1/models lists the models"),
+        (7, "model must be a string, got 7"),
+        ("", "model must not be empty: GET /v1/models lists the models"),
+    ],
+)
+async def test_a_request_that_names_no_model_is_told_where_to_find_one(
+    redis_server: EmbeddedServer, model: object, message: str
+) -> None:
+    async with running_app(redis_server.url) as (_, client):
+        error = error_of(await client.post("/v1/completions", json={"model": model, "prompt": "a"}))
+        assert (error["message"], error["param"]) == (message, "model")
+
+
 async def test_while_redis_hangs_generations_are_refused_at_once() -> None:
     with make_server() as frozen:
         async with running_app(frozen.url) as (app, client):
@@ -248,3 +313,21 @@ async def test_while_redis_hangs_generations_are_refused_at_once() -> None:
                 await asyncio.sleep(0.01)
             response = await client.post("/v1/completions", json={"model": "tiny", "prompt": "a"})
             assert error_of(response)["code"] == "model_not_found"  # the worker's registry was read
+
+
+async def test_each_key_without_a_tenant_has_its_own_part_of_the_prefix_cache(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
+) -> None:
+    register_model(redis_client, "tiny", max_model_len=99, worker="w", seen=5.0)
+    keys = write_keys(tmp_path / "keys", "a", "b")
+    keys |= write_keys(tmp_path / "more", "c", "d", tenant='"acme"')
+    (tmp_path / "keys").write_text((tmp_path / "keys").read_text() + (tmp_path / "more").read_text())
+    async with running_app(redis_server.url, keys=tmp_path / "keys") as (_, client):
+        salts = []
+        for name in "abcd":
+            body = {"model": "tiny", "input": "x", "background": True}
+            assert (await client.post("/v1/responses", json=body, headers=bearer(keys[name]))).status_code == 200
+            [message] = [raw for queue in queue_lists("headrace.tiny") if (raw := redis_client.lpop(queue))]
+            headers = json.loads(message)["headers"]
+            salts.append((headers.get("tenant"), headers.get("cache_salt")))
+    assert salts == [(None, "key a"), (None, "key b"), ("acme", None), ("acme", None)]

@@ -201,7 +201,7 @@ def test_a_request_of_claude_code_is_accepted(client: anthropic.Anthropic, gatew
     [
         ({"model": "nobody"}, anthropic.NotFoundError, "not_found_error", "nobody"),
         ({"extra_body": {"temperature": 2}}, anthropic.BadRequestError, "invalid_request_error", "temperature"),
-        ({"extra_body": {"colour": 1}}, anthropic.BadRequestError, "invalid_request_error", "colour"),
+        ({"extra_body": {"max_token": 1}}, anthropic.BadRequestError, "invalid_request_error", "max_token"),
         ({"messages": []}, anthropic.BadRequestError, "invalid_request_error", "messages"),
         (
             {"messages": [{"role": "user", "content": "x " * 9000}]},

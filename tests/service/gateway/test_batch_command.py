@@ -14,6 +14,10 @@ from service.gateway.batch_process import BatchProcess, read_lines, write_input
 from service.gateway.conftest import RunningGateway
 from service.gateway.held_line import HELD_MODEL, answer_held_line, forget_held_model, register_held_model
 
+pytestmark = pytest.mark.rotated(
+    "gateway/headrace_gateway/batch", "cli/headrace_cli/batch", "cli/headrace_cli/commands"
+)
+
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SAMPLED: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 1, "seed": 7}
 CHAT: dict[str, Any] = {**SAMPLED, "messages": [{"role": "user", "content": "hello"}]}

@@ -1,6 +1,7 @@
 """Batches in the test's own process, on a real server, with partial failures."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,21 +17,24 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 import redis
 
-from headrace_broker.connections import connect_async
-from headrace_broker.embedded import EmbeddedServer
-from headrace_gateway.batch import batch_runner, batch_store, batch_work
-from headrace_gateway.batch.batch_record import BatchRecord
-from headrace_gateway.batch.batch_runner import BatchRunner
-from headrace_gateway.batch.batch_store import MOST_OPEN, BatchStore
-from headrace_gateway.batch.batch_work import BatchContext, BatchWork, keep_input
+from headrace_broker.server.connections import connect_async
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_gateway.batch import runner as batch_runner
+from headrace_gateway.batch import store as batch_store
+from headrace_gateway.batch import work as batch_work
+from headrace_gateway.batch.line import read_line
 from headrace_gateway.batch.line_request import LineAnswer
+from headrace_gateway.batch.record import BatchRecord
+from headrace_gateway.batch.runner import BatchRunner
 from headrace_gateway.batch.segments import SegmentWriter
+from headrace_gateway.batch.store import MOST_OPEN, BatchStore
 from headrace_gateway.batch.window import SharedWindow
-from headrace_gateway.batch_line import read_line
-from headrace_gateway.claims import Claim
+from headrace_gateway.batch.work import BatchContext, BatchWork, keep_input
 from headrace_gateway.errors import ApiError
 from headrace_gateway.files.stored_files import StoredFiles
-from headrace_gateway.keys import ANYONE
+from headrace_gateway.keys.api_key import ANYONE
+from headrace_gateway.redis.claims import Claim
+from headrace_gateway.requests.body_lane import BodyLane
 from service.gateway.gateway_process import PATIENCE
 
 
@@ -48,10 +52,11 @@ async def context(redis_server: EmbeddedServer, tmp_path: Path) -> AsyncIterator
             models=Mock(find=AsyncMock(side_effect=never)),
             store=BatchStore(client),
             files=StoredFiles(tmp_path / "files"),
+            lane=BodyLane(),
             window=SharedWindow(16),
             metrics=Mock(),
             priority=9,
-            announce=AsyncMock(),
+            publish=AsyncMock(),
             pause=0.01,
         )
 
@@ -272,11 +277,8 @@ async def test_a_batch_waits_while_the_directory_is_unavailable(context: BatchCo
     assert outputs(context) == ["0", "1"]
 
 
-@pytest.mark.parametrize(("stop", "status"), [("cancel", "cancelled"), ("expire", "expired")])
-async def test_a_batch_that_waits_for_its_directory_to_be_checked_can_end(
-    context: BatchContext, tmp_path: Path, stop: str, status: str
-) -> None:
-    record = record_of(expires_at=int(time.time()) + (0 if stop == "expire" else 600))
+async def run_without_directory(context: BatchContext, record: BatchRecord, tmp_path: Path) -> "asyncio.Task[None]":
+    """Run a batch whose directory has gone away, until it waits for it."""
     keep_input(context.files.folder(ANYONE) / record.id, Path(__file__))
     await context.store.create(record)
     (claim,) = await context.store.claims.take(1)
@@ -284,11 +286,39 @@ async def test_a_batch_that_waits_for_its_directory_to_be_checked_can_end(
     work = BatchWork(context, claim)
     running = asyncio.create_task(work.run())
     await reach(lambda: work.waits_for_disk)
+    return running
+
+
+@pytest.mark.parametrize(("stop", "status"), [("cancel", "cancelled"), ("expire", "expired")])
+async def test_a_batch_that_waits_for_its_directory_to_be_checked_can_end(
+    context: BatchContext, tmp_path: Path, stop: str, status: str
+) -> None:
+    record = record_of(expires_at=int(time.time()) + (0 if stop == "expire" else 600))
+    running = await run_without_directory(context, record, tmp_path)
     if stop == "cancel":
         await context.store.cancel(record.id)
     async with asyncio.timeout(PATIENCE):
         await running
     assert await context.store.status(record.id) == status
+
+
+async def test_a_batch_ends_if_a_reply_of_redis_hides_the_cancellation_of_its_check(
+    context: BatchContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = record_of()
+    running = await run_without_directory(context, record, tmp_path)
+
+    async def hide(item: str) -> Any:
+        monkeypatch.undo()
+        with contextlib.suppress(asyncio.CancelledError):
+            await never()
+        return await context.store.find(item)
+
+    monkeypatch.setattr(context.store, "find", hide)
+    await context.store.cancel(record.id)
+    async with asyncio.timeout(PATIENCE):
+        await running
+    assert await context.store.status(record.id) == "cancelled"
 
 
 async def test_a_cancelled_batch_does_not_wait_for_ever_for_its_directory(

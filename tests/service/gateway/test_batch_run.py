@@ -9,31 +9,47 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import redis
 
 from headrace_broker import AsyncClient, BrokerSettings
-from headrace_broker.connections import connect_async
-from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import ended_key, queue_lists
-from headrace_broker.registry import register_model
+from headrace_broker.models.registry import register_model
 from headrace_broker.results import ErrorInfo
-from headrace_broker.stream_hub import StreamHub
-from headrace_broker.streams import StreamWrite, StreamWriter
+from headrace_broker.server.connections import connect_async
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_broker.streams.hub import StreamHub
+from headrace_broker.streams.writer import StreamWrite, StreamWriter
+from headrace_cli.batch.batch_run import BatchRun, BatchSettings
+from headrace_gateway.batch import line as batch_line
+from headrace_gateway.batch.line import BatchLine, LineReader, read_line
 from headrace_gateway.batch.line_request import LineAnswer, LineRequests
-from headrace_gateway.batch_line import BatchLine
-from headrace_gateway.errors import BatchError
-from headrace_gateway.keys import ApiKey
-from headrace_gateway.model_catalog import ModelCatalog
-from headrace_workers.batch.batch_run import BatchRun, BatchSettings
+from headrace_gateway.errors import ApiError, BatchError
+from headrace_gateway.keys.api_key import ANYONE, ApiKey
+from headrace_gateway.keys.model_catalog import ModelCatalog
+from headrace_gateway.requests import body as request_body
+from headrace_gateway.requests.body import SMALL_BYTES
+from headrace_gateway.requests.body_lane import BodyLane
 from service.gateway.batch_process import read_lines, write_input
+from service.gateway.in_process import running_app
 from service.gateway.test_gateway_command import begin, end, take
-from service.redis_users import make_server_with_users, url_of
+from service.redis_users import ServerWithUsers, url_of
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": "a", "max_tokens": 9}
 COMPLETIONS = "/v1/completions"
-LINE = BatchLine("a", COMPLETIONS, BODY)
+
+
+def as_sent(body: dict[str, Any]) -> dict[str, Any]:
+    return {"custom_id": "a", "method": "POST", "url": COMPLETIONS, "body": body}
+
+
+def line_of(body: dict[str, Any]) -> BatchLine:
+    return read_line(json.dumps(as_sent(body)).encode())
+
+
+LINE = line_of(BODY)
 
 
 @pytest.fixture(autouse=True)
@@ -210,7 +226,7 @@ async def test_a_request_whose_stream_expired_unread_is_sent_again(
 async def test_a_request_whose_streams_all_expire_becomes_an_error(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_broker.subscriber.BLOCK_SECONDS", 0.1)
+    monkeypatch.setattr("headrace_broker.streams.subscriber.BLOCK_SECONDS", 0.1)
     async with line_requests(BrokerSettings(redis_server.url)) as requests, asking(requests) as asked:
         redis_client.set(ended_key(requests.answer_id(LINE, 0)), "1")  # sent by an earlier run, so it does not count
         for attempt in range(1, 4):
@@ -238,7 +254,7 @@ async def test_a_request_beyond_the_quota_is_sent_again(
 async def test_a_request_that_failed_is_an_error_with_its_status(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
-    two = BatchLine("a", COMPLETIONS, {**BODY, "prompt": ["a", "b"]})
+    two = line_of({**BODY, "prompt": ["a", "b"]})
     async with line_requests(BrokerSettings(redis_server.url)) as requests, asking(requests, two) as asked:
         first, second = sorted([await asyncio.to_thread(take, redis_client) for _ in range(2)])
         begin(redis_client, first)
@@ -252,9 +268,51 @@ async def test_a_request_that_failed_is_an_error_with_its_status(
         assert StreamWriter(redis_client, 600).claim(second, "w").ended is not None, "nobody waits for it"
 
 
+async def test_a_large_line_is_read_in_another_process_and_answered_like_a_small_one(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_here: list[bytes] = []
+
+    def read_object(raw: bytes, *names: str) -> dict[str, Any]:
+        read_here.append(raw)
+        return request_body.read_object(raw, *names)
+
+    monkeypatch.setattr(batch_line, "read_object", read_object)
+    small, large = (json.dumps({**as_sent(BODY), "custom_id": name}).encode() for name in ("small", "large"))
+    content = small + b"\n" + large + b" " * SMALL_BYTES + b"\n"
+    async with running_app(redis_server.url, files=tmp_path / "files") as (_, client):
+        form = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", content)}}
+        uploaded = (await client.post("/v1/files", **form)).json()
+        fields = {"input_file_id": uploaded["id"], "endpoint": COMPLETIONS, "completion_window": "24h"}
+        batch = (await client.post("/v1/batches", json=fields)).json()
+        for _ in range(2):
+            request_id = await asyncio.to_thread(take, redis_client)
+            begin(redis_client, request_id)
+            end(redis_client, request_id)
+        while (batch := (await client.get(f"/v1/batches/{batch['id']}")).json())["status"] != "completed":
+            await asyncio.sleep(0.01)
+        output = (await client.get(f"/v1/files/{batch['output_file_id']}/content")).text
+    answers = {line["custom_id"]: line for line in map(json.loads, output.splitlines())}
+    texts = [answers[name]["response"]["body"]["choices"][0]["text"] for name in ("small", "large")]
+    assert texts == ["four", "four"]
+    assert answers["large"]["id"] == batch_line.read_line(large).id
+    assert {json.loads(raw)["custom_id"] for raw in read_here[:-1]} == {"small"}
+
+
+async def test_a_line_is_read_again_if_the_process_that_reads_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = LINE.raw + b" " * SMALL_BYTES
+    died = ApiError(500, "server_error", "internal_error", "it died")
+    lane = BodyLane()
+    monkeypatch.setattr(lane, "run", AsyncMock(side_effect=[died, died, LINE, died, died, died]))
+    reader = LineReader(lane, ANYONE)
+    assert await reader.line(raw) == LINE
+    with pytest.raises(ApiError, match="it died"):
+        await reader.line(raw)
+
+
 async def test_the_redis_user_of_gateways_may_run_batches(tmp_path: Path) -> None:
     write_input(tmp_path / "in", [BODY], COMPLETIONS)
-    with make_server_with_users(tmp_path) as server, redis.Redis.from_url(url_of(server, "admin")) as admin:
+    with ServerWithUsers(tmp_path) as server, redis.Redis.from_url(url_of(server, "admin")) as admin:
         register_model(admin, "tiny", max_model_len=999, worker="w", seen=5.0)
         files = [str(tmp_path / name) for name in ("in", "out", "errors")]
         running = asyncio.create_task(BatchRun(BatchSettings(*files, url_of(server, "gateway"))).run())
@@ -268,7 +326,7 @@ async def test_the_redis_user_of_gateways_may_run_batches(tmp_path: Path) -> Non
 ALONE = """
 import sys
 sys.modules.update(dict.fromkeys({missing!r}))
-from headrace_workers.cli import main
+from headrace_cli.main import main
 main()
 """
 

@@ -14,12 +14,16 @@ import openai
 import pytest
 from openai.types import Batch, FileObject
 
-from headrace_broker.embedded import free_port
 from headrace_broker.keys import ended_key, result_key, stream_key
+from headrace_broker.server.embedded import free_port
 from service.gateway.gateway_process import PATIENCE, GatewayProcess
 from service.gateway.held_line import HELD_MODEL, answer_held_line, register_held_model
 from service.servers import make_server
 from service.workers.service import Service
+
+pytestmark = pytest.mark.rotated(
+    "gateway/headrace_gateway/batch", "gateway/headrace_gateway/files", "gateway/headrace_gateway/redis"
+)
 
 URL: Any = "/v1/completions"
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0}
@@ -40,8 +44,8 @@ class Site:
         """Return the replica that claimed the batch last."""
         taken = []
         for replica in self.replicas:
-            lines = [line for line in replica.log_text().splitlines() if f"batch taken: id={batch_id}" in line]
-            taken += [(int(line.partition("token=")[2].split()[0].rstrip('",}')), replica) for line in lines]
+            lines = [json.loads(line) for line in replica.log_text().splitlines() if '"batch taken"' in line]
+            taken += [(line["token"], replica) for line in lines if line["id"] == batch_id]
         return max(taken, key=lambda each: each[0])[1]
 
     def let_claims_run_out(self) -> None:
@@ -329,6 +333,7 @@ def test_other_endpoints_are_served(client: openai.OpenAI, url: Any, field: dict
         (json.dumps(lines_of(1, stream=True)[0]).encode(), "invalid_request", 1),
         (json.dumps(lines_of(1, model="other")[0]).encode(), "model_not_found", 1),
         (b"x\n" * 50_001, "too_many_tasks", None),
+        (b"\n" * 8_000_000, "too_many_tasks", None),
     ],
 )
 def test_an_invalid_input_fails_the_batch(client: openai.OpenAI, content: bytes, code: str, line: int | None) -> None:

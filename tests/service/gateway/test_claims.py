@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 import pytest
 import redis
 
-from headrace_broker.connections import connect_async
-from headrace_broker.embedded import EmbeddedServer
-from headrace_gateway.claims import Claim, Claims
+from headrace_broker.server.connections import connect_async
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_gateway.redis.claims import Claim, Claims
 
 DUE = "headrace:gw:work:tests"
 

@@ -14,11 +14,11 @@ import httpx2
 import pytest
 from starlette.requests import ClientDisconnect
 
-from headrace_broker.embedded import EmbeddedServer
-from headrace_gateway.files import files_endpoint
-from headrace_gateway.files.file_threads import start_in_file_thread
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_gateway.files import endpoints as files_endpoint
 from headrace_gateway.files.stored_files import PartialFile, StoredFiles
-from headrace_gateway.keys import ANYONE
+from headrace_gateway.files.threads import start_in_file_thread
+from headrace_gateway.keys.api_key import ANYONE
 from service.gateway.gateway_process import PATIENCE
 from service.gateway.in_process import bearer, running_app, write_keys
 
@@ -376,7 +376,6 @@ BATCH: dict[str, Any] = {"endpoint": "/v1/completions", "completion_window": "24
         ({"completion_window": "8d"}, "completion_window"),
         ({"completion_window": 24}, "completion_window"),
         ({"input_file_id": 5}, "input_file_id"),
-        ({"colour": "red"}, "colour"),
         ({"metadata": {"a": 5}}, "metadata"),
         ({"metadata": {str(each): "x" for each in range(17)}}, "metadata"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires_after"),

@@ -163,7 +163,7 @@ def test_several_prompts_become_choices_in_order(client: openai.OpenAI, gateway:
     [
         ({"model": "nobody"}, openai.NotFoundError, "model_not_found", "model"),
         ({"temperature": -1}, openai.BadRequestError, "invalid_request", "temperature"),
-        ({"extra_body": {"colour": 1}}, openai.BadRequestError, "unsupported_parameter", "colour"),
+        ({"extra_body": {"max_token": 1}}, openai.BadRequestError, "unsupported_parameter", "max_token"),
         ({"messages": []}, openai.BadRequestError, "invalid_request", "messages"),
         ({"extra_body": {"max_tokens": "many"}}, openai.BadRequestError, "invalid_request", "max_tokens"),
         (

@@ -10,6 +10,7 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
+from headrace_broker.keys import result_key, stream_key
 from service.gateway.conftest import RunningGateway
 from service.gateway.gateway_process import PATIENCE
 from service.gateway.test_openai_python import COLOURS
@@ -207,9 +208,13 @@ def test_a_cancelled_response_stays_cancelled(client: openai.OpenAI, gateway: Ru
         client.responses.cancel(create(client).id)
 
 
-def test_a_deleted_response_is_gone(client: openai.OpenAI) -> None:
+def test_a_deleted_response_is_gone(client: openai.OpenAI, gateway: RunningGateway) -> None:
     response = create(client)
+    redis, texts = gateway.service.client, (stream_key(response.id), result_key(response.id))
+    while redis.exists(*texts) < 2:  # the result is written after the end of the stream
+        time.sleep(0.01)
     client.responses.delete(response.id)
+    assert redis.exists(*texts) == 0
     for call in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):
         with pytest.raises(openai.NotFoundError):
             call(response.id)

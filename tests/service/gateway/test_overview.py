@@ -9,13 +9,13 @@ import pytest
 import redis
 
 from headrace_broker import Client
-from headrace_broker.connections import connect
-from headrace_broker.embedded import EmbeddedServer, free_port
 from headrace_broker.keys import queue_lists, queue_name
-from headrace_broker.leases import Leases
-from headrace_broker.reasons import DeadLetterReason
-from headrace_broker.registry import register_model
-from headrace_gateway.keys import ApiKey
+from headrace_broker.models.registry import register_model
+from headrace_broker.queue.leases import Leases
+from headrace_broker.server.connections import connect
+from headrace_broker.server.embedded import EmbeddedServer, free_port
+from headrace_gateway.keys.api_key import ApiKey
+from headrace_wire.codes import DeadLetterReason
 from service.gateway.in_process import running_app
 from service.gateway.page.scripted import ID, Script, ScriptedGateway
 
@@ -84,7 +84,7 @@ def test_an_overview_has_the_state_of_every_queue(ask: Ask, client: Client, redi
 async def test_a_page_that_polls_does_not_fill_the_log(
     redis_server: EmbeddedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "headrace_gateway.request_log")
+    caplog.set_level("INFO", "headrace_gateway.http.request_log")
     async with running_app(redis_server.url) as (_, client):
         assert (await client.get("/headrace/overview")).status_code == 200
         assert caplog.messages == []

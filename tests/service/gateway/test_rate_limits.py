@@ -9,12 +9,12 @@ import pytest
 import redis
 
 from headrace_broker import AsyncClient
-from headrace_broker.connections import connect_async
-from headrace_broker.embedded import EmbeddedServer
-from headrace_broker.registry import register_model
+from headrace_broker.models.registry import register_model
+from headrace_broker.server.connections import connect_async
+from headrace_broker.server.embedded import EmbeddedServer
 from headrace_gateway.errors import ApiError
-from headrace_gateway.keys import ApiKey
-from headrace_gateway.rate_limits import RateLimits, duration
+from headrace_gateway.keys.api_key import ApiKey
+from headrace_gateway.keys.limits import RateLimits, duration
 from service.gateway.in_process import bearer, running_app, write_keys
 
 LEVELS = "headrace:gw:rate:web"
@@ -51,6 +51,30 @@ async def test_two_replicas_share_the_request_limit_of_a_key(
         await replicas[1].admit(key)
 
 
+async def test_each_choice_takes_one_request_of_the_limit(replicas: tuple[RateLimits, RateLimits]) -> None:
+    limits, key = replicas[0], ApiKey("web", requests_per_minute=60)
+    headers = await limits.admit(key)
+    assert await limits.admit_choices(key, 1, headers) is headers
+    assert (await limits.admit_choices(key, 40, headers))["x-ratelimit-remaining-requests"] == "20"
+    with pytest.raises(ApiError, match="the key web has fewer than 29 left of its 60 requests") as raised:
+        await limits.admit_choices(key, 30, headers)
+    assert 1 <= int(raised.value.headers["retry-after"]) <= 10  # also for the one that it has taken
+    with pytest.raises(ApiError, match="the request has 61 choices, more than the 60 requests a minute") as raised:
+        await limits.admit_choices(key, 61, headers)
+    assert raised.value.status == 429
+
+
+async def test_a_request_with_choices_is_admitted_after_the_time_that_its_refusal_names(
+    replicas: tuple[RateLimits, RateLimits], redis_client: "redis.Redis"
+) -> None:
+    limits, key = replicas[0], ApiKey("web", requests_per_minute=6)
+    await limits.admit_choices(key, 5, await limits.admit(key))
+    with pytest.raises(ApiError) as raised:
+        await limits.admit_choices(key, 2, await limits.admit(key))
+    put_back(redis_client, float(raised.value.headers["retry-after"]))
+    await limits.admit_choices(key, 2, await limits.admit(key))
+
+
 async def test_headers_report_what_is_left_of_each_limit(replicas: tuple[RateLimits, RateLimits]) -> None:
     assert await replicas[0].admit(ApiKey("free")) == {}
     headers = await replicas[0].admit(ApiKey("web", requests_per_minute=60))
@@ -68,7 +92,7 @@ async def test_a_key_whose_token_bucket_is_negative_waits_for_its_refill(
 ) -> None:
     key = ApiKey("web", requests_per_minute=2, tokens_per_minute=2)
     await replicas[0].admit(key)
-    await replicas[0].charge(key, "answer", 42)
+    await replicas[0].charge(key.name, key.tokens_per_minute, "answer", 42)
     with pytest.raises(ApiError, match="2 tokens of this minute") as raised:
         await replicas[1].admit(key)
     assert 1170 <= int(raised.value.headers["retry-after"]) <= 1232  # a token is paid in 30 s
@@ -84,8 +108,8 @@ async def test_an_answer_is_charged_once_however_often_it_is_read(
 ) -> None:
     key = ApiKey("web", tokens_per_minute=2)
     for limits, tokens in zip(replicas * 3, (10, 30, 30, 40, 40, 5), strict=True):
-        await limits.charge(key, "answer", tokens)
-    await replicas[0].charge(key, "another", 1)
+        await limits.charge(key.name, key.tokens_per_minute, "answer", tokens)
+    await replicas[0].charge(key.name, key.tokens_per_minute, "another", 1)
     level = float(redis_client.hget(LEVELS, "tokens").split()[0])
     assert -39 <= level <= -38
 
@@ -100,20 +124,20 @@ async def test_a_key_without_limits_writes_nothing_to_redis(
     replicas: tuple[RateLimits, RateLimits], redis_client: "redis.Redis"
 ) -> None:
     await replicas[0].admit(ApiKey("free"))
-    await replicas[0].charge(ApiKey("free"), "answer", 10)
+    await replicas[0].charge("free", None, "answer", 10)
     assert redis_client.keys("*") == []
 
 
 async def test_without_redis_nothing_is_admitted_and_charging_does_not_fail() -> None:
     async with connect_async("redis://127.0.0.1:1/0") as away:
         limits, key = RateLimits(away), ApiKey("web", tokens_per_minute=5)
-        with pytest.raises(ApiError) as raised:
+        with pytest.raises(redis.ConnectionError):
             await limits.admit(key)
-        assert raised.value.status == 503
-        await limits.charge(key, "answer", 10)
+        async with limits.charging(key, "answer", lambda: 10):
+            pass
 
 
-async def test_the_endpoint_refuses_requests_over_the_limit(
+async def test_the_endpoint_refuses_requests_over_the_limit_and_counts_invalid_ones(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
 ) -> None:
     register_model(redis_client, "tiny", max_model_len=9, worker="w", seen=5.0)
@@ -121,13 +145,25 @@ async def test_the_endpoint_refuses_requests_over_the_limit(
     async with running_app(redis_server.url, keys=tmp_path / "keys", hold_status=0.0) as (_, client):
         invalid: dict[str, Any] = {**CHAT, "max_tokens": 0}
         response = await client.post("/v1/chat/completions", json=invalid, headers=bearer(keys["web"]))
-        assert response.status_code == 400  # and takes nothing
-        redis_client.hset(LEVELS, "requests", "0.0 99999999999.0")
+        assert response.status_code == 400
         response = await client.post("/v1/chat/completions", json=CHAT, headers=bearer(keys["web"]))
         assert response.status_code == 429
         assert response.json()["error"]["code"] == "rate_limit_exceeded"
         assert response.headers["x-ratelimit-remaining-requests"] == "0"
-        assert int(response.headers["retry-after"]) == 60
+        assert 1 <= int(response.headers["retry-after"]) <= 60
+
+
+async def test_the_endpoint_counts_prompts_times_n(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
+) -> None:
+    register_model(redis_client, "tiny", max_model_len=9, worker="w", seen=5.0)
+    keys = write_keys(tmp_path / "keys", "web", requests_per_minute="7")
+    many = {"model": "tiny", "prompt": ["a", "b"], "n": 4}
+    async with running_app(redis_server.url, keys=tmp_path / "keys", hold_status=0.0) as (_, client):
+        response = await client.post("/v1/completions", json=many, headers=bearer(keys["web"]))
+    assert response.status_code == 429
+    assert "the request has 8 choices" in response.json()["error"]["message"]
+    assert not redis_client.exists("headrace.tiny")
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import redis
 
-from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import ended_key, listener_key, stream_key
-from headrace_broker.registry import register_model
-from headrace_gateway.claims import Claim, Claims
-from headrace_gateway.envelope import Envelope, EnvelopeStore
-from headrace_gateway.redis_keys import response_key
-from headrace_gateway.response_collector import ResponseCollector
-from headrace_gateway.response_store import ResponseStore
+from headrace_broker.models.registry import register_model
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_gateway.answers.envelope import Envelope, EnvelopeStore
+from headrace_gateway.answers.response_store import ResponseStore
+from headrace_gateway.redis.claims import Claim, Claims
+from headrace_gateway.redis.keys import response_key
+from headrace_gateway.responses.collector import ResponseCollector
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 from service.gateway.in_process import bearer, running_app, write_keys
 from service.gateway.test_gateway_command import begin, end, take
@@ -113,6 +113,26 @@ async def test_an_end_is_stored_and_announced_once_by_all_replicas_together(
         assert sum(await asyncio.gather(*(each.collect() for each in collectors))) == 1
         assert told == [("response.completed", created, "anyone")]
         assert (await wait_stored(redis_client, created))["status"] == "completed"
+
+
+async def test_a_background_response_is_charged_once_though_nobody_reads_it(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
+) -> None:
+    keys = write_keys(tmp_path / "keys", "web", tokens_per_minute="5")
+    headers = bearer(keys["web"])
+    async with gateway_of(redis_server, redis_client, keys=tmp_path / "keys") as (_, http):
+        created = (await http.post(PATH, json=BODY, headers=headers)).json()["id"]
+        await asyncio.to_thread(take, redis_client)
+        begin(redis_client, created)
+        end(redis_client, created)
+        await wait_until_nothing_is_due(redis_client)
+        assert redis_client.get(f"headrace:gw:charged:{created}") == b"7"
+        refused = await http.post(PATH, json=BODY, headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert (await http.get(f"{PATH}/{created}", headers=headers)).json()["status"] == "completed"
+        level = redis_client.hget("headrace:gw:rate:web", "tokens")
+        assert level is not None
+        assert -2 <= float(level.split()[0]) <= -1
 
 
 @pytest.mark.usefixtures("idle_replicas")
@@ -395,16 +415,17 @@ async def test_too_large_a_response_is_not_stored(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with gateway_of(redis_server, redis_client) as (_, http):
-        monkeypatch.setattr("headrace_gateway.response_store.MAX_STORED_BYTES", 1000)
-        body = {**BODY, "input": "x" * 1000}
+        monkeypatch.setattr("headrace_gateway.answers.response_store.MAX_STORED_BYTES", 1000)
+        body = {**BODY, "input": "x" * 9000}
         refused = await http.post(PATH, json=body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "response_too_large")
         assert redis_client.keys("headrace:gw:response:*") == []
+        assert redis_client.keys("headrace:gw:stored:*") == []  # it does not count against its tenant
         assert (await http.post(PATH, json={**body, "store": False})).status_code == 200
         redis_client.flushdb()
         register_model(redis_client, "tiny", max_model_len=999, worker="w", seen=5.0)
         created = (await http.post(PATH, json=BODY)).json()["id"]
-        monkeypatch.setattr("headrace_gateway.response_store.MAX_STORED_BYTES", 100)
+        monkeypatch.setattr("headrace_gateway.answers.response_store.MAX_STORED_BYTES", 100)
         await asyncio.to_thread(take, redis_client)
         begin(redis_client, created)
         end(redis_client, created)
@@ -467,7 +488,7 @@ async def test_items_can_be_referred_to_by_id(
 async def test_the_size_of_referenced_items_is_limited_even_if_one_is_repeated(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch, most: int, what: str
 ) -> None:
-    monkeypatch.setattr("headrace_gateway.response_chain.MAX_BYTES", most)
+    monkeypatch.setattr("headrace_gateway.responses.chain.MAX_BYTES", most)
     async with gateway_of(redis_server, redis_client) as (_, http):
         created = (await http.post(PATH, json=BODY)).json()["id"]
         await asyncio.to_thread(take, redis_client)
@@ -491,7 +512,7 @@ async def test_a_request_beyond_the_keys_rate_reads_no_stored_items(
         async def read(*_: Any) -> Any:
             raise AssertionError("items were read")
 
-        monkeypatch.setattr("headrace_gateway.responses.read_history", read)
+        monkeypatch.setattr("headrace_gateway.responses.endpoints.read_history", read)
         refused = await http.post(PATH, json={**BODY, "previous_response_id": created}, headers=mine)
         assert refused.status_code == 429
 
@@ -499,7 +520,7 @@ async def test_a_request_beyond_the_keys_rate_reads_no_stored_items(
 async def test_the_length_of_a_chain_is_limited(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_gateway.response_chain.MAX_LINKS", 2)
+    monkeypatch.setattr("headrace_gateway.responses.chain.MAX_LINKS", 2)
     async with gateway_of(redis_server, redis_client) as (_, http):
         previous = None
         for _ in range(3):

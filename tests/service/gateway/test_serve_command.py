@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,20 +16,23 @@ from pathlib import Path
 import openai
 import pytest
 
-from headrace_broker.embedded import free_port
+from headrace_broker.server.embedded import free_port
+from headrace_engine.system.private_folder import cache_folder
 from service.gateway.gateway_process import PATIENCE
 from service.servers import make_server
 
-SERVE = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "serve"]
+pytestmark = pytest.mark.rotated("cli/headrace_cli/local")
+
+SERVE = [sys.executable, "-c", "from headrace_cli.main import main; main()", "serve"]
 
 
 class ServeProcess:
-    """`headrace serve` with an empty home, and both outputs in one."""
+    """`headrace serve` with an empty home, compiled kernels of this user, and both outputs in one."""
 
     def __init__(self, home: Path, *arguments: str) -> None:
         home.mkdir(exist_ok=True)
         environ = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH") if name in os.environ}
-        environ |= {"HOME": str(home), "TMPDIR": str(home)}
+        environ |= {"HOME": str(home), "TMPDIR": str(home), "XDG_CACHE_HOME": str(cache_folder().parent)}
         self.home = home
         self.lines: list[str] = []
         self.process = subprocess.Popen(
@@ -150,6 +154,18 @@ def test_the_printed_command_works_and_one_signal_ends_everything(
     assert serving.end(number) == status
     assert serving.left() == []
     assert list(serving.home.glob("headrace-*")) == []  # neither logs nor the server's folder
+
+
+def test_a_model_without_a_chat_template_is_introduced_by_a_completion(
+    serve: Callable[..., ServeProcess], model_folder: str, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(model_folder, tmp_path / "plain"))
+    (folder / "chat_template.jinja").unlink()
+    serving = serve("--model", str(folder), "--port", str(free_port())).wait_ready()
+    line = serving.wait_line("Try it: ").removeprefix("Try it: ")
+    answer = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=4 * PATIENCE, check=True)
+    assert answer.stdout.rstrip().endswith("data: [DONE]"), answer.stdout
+    assert any("no chat template" in line for line in serving.lines)
 
 
 def test_no_password_stands_on_a_command_line(serve: Callable[..., ServeProcess], model_folder: str) -> None:

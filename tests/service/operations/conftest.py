@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 import pytest
 from prometheus_client import start_http_server
 
-from headrace_broker.connections import connect
-from headrace_broker.embedded import free_port
-from headrace_workers.exporter import Exporter
-from headrace_workers.local_gateway import LocalGateway
+from headrace_broker.server.connections import connect
+from headrace_broker.server.embedded import free_port
+from headrace_cli.exporter import Exporter
+from headrace_cli.local.process import LocalGateway
 from service.operations.prometheus import Prometheus, prometheus_or_skip
 from service.servers import make_server
 from service.workers.conftest import model_folder

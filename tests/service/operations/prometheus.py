@@ -14,7 +14,7 @@ from typing import Any, Self
 import pytest
 import yaml
 
-from headrace_broker.embedded import free_port
+from headrace_broker.server.embedded import free_port
 
 RULES = Path(__file__).resolve().parents[3] / "monitoring" / "prometheus" / "rules.yml"
 

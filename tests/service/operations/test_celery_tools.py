@@ -18,13 +18,15 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from headrace_broker.embedded import free_port
+from headrace_broker.server.embedded import free_port
 from service.operations.client_snippets import commands
-from service.redis_users import make_server_with_users, url_of
+from service.redis_users import ServerWithUsers, url_of
 from service.workers.conftest import model_folder
 from service.workers.service import QUEUE, Service
 
 __all__ = ["model_folder"]
+
+pytestmark = pytest.mark.rotated_file
 
 INSPECT = [
     "active",
@@ -47,7 +49,7 @@ INSPECT = [
 @pytest.fixture(scope="module")
 def service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("tools")
-    with make_server_with_users(folder) as server:
+    with ServerWithUsers(folder) as server:
         made = Service(server, model_folder, folder, url=url_of(server, "admin"))
         try:
             made.start_worker(redis_url=url_of(server, "worker")).wait_ready()
@@ -120,7 +122,7 @@ def test_control_revokes_a_request(service: Service, name: str) -> None:
     assert delayed.id in celery(service, f"inspect --timeout 60 -d {name} revoked")
 
 
-def test_events_are_dumped(service: Service) -> None:
+def test_the_events_command_prints_the_end_of_a_request(service: Service) -> None:
     with subprocess.Popen(
         command_line(service, "events --dump"), cwd="/", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as events:

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from headrace_workers.local_gateway import LocalGateway
+from headrace_cli.local.process import LocalGateway
 from service.operations.client_snippets import ROOT, Snippet, snippets
 from service.operations.fresh_environments import fetch, install_pip
-from service.redis_users import make_server_with_users, url_of
+from service.redis_users import ServerWithUsers, url_of
 from service.workers.conftest import model_folder
 from service.workers.service import Service
+
+pytestmark = pytest.mark.rotated_file("examples", "README.md")
 
 __all__ = ["model_folder"]
 
@@ -31,7 +33,7 @@ Install = Callable[[str], Path]
 @pytest.fixture(scope="module")
 def service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("snippets")
-    with make_server_with_users(folder) as server:
+    with ServerWithUsers(folder) as server:
         made = Service(server, model_folder, folder, url=url_of(server, "admin"))
         try:
             made.start_worker(redis_url=url_of(server, "worker")).wait_ready()

@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from headrace_workers.local_gateway import LocalGateway
+from headrace_cli.local.process import LocalGateway
 from service.operations.client_snippets import ROOT
-from service.redis_users import make_server_with_users, url_of
+from service.redis_users import ServerWithUsers, url_of
 from service.workers.conftest import model_folder
 from service.workers.service import Service
 
 __all__ = ["model_folder"]
+
+pytestmark = pytest.mark.rotated_file("examples")
 
 FOLDER = ROOT / "examples"
 OUTPUTS = {
@@ -35,7 +37,7 @@ OUTPUTS = {
 @pytest.fixture(scope="module")
 def environment(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     folder = tmp_path_factory.mktemp("examples")
-    with make_server_with_users(folder) as server:
+    with ServerWithUsers(folder) as server:
         service = Service(server, model_folder, folder, url=url_of(server, "admin"))
         try:
             service.start_worker(redis_url=url_of(server, "worker")).wait_ready()

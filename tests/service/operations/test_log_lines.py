@@ -7,8 +7,8 @@ from pathlib import Path
 
 from click.testing import CliRunner, Result
 
-from headrace_broker.streams import StreamWrite, StreamWriter
-from headrace_workers.cli.control import control
+from headrace_broker.streams.writer import StreamWrite, StreamWriter
+from headrace_cli.commands.control import control
 from service.workers.conftest import make_service, model_folder
 from service.workers.service import DEADLINE, Service
 

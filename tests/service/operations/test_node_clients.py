@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from service.redis_users import make_server_with_users, url_of, users
+from service.redis_users import ServerWithUsers, url_of, users
 from service.workers.conftest import model_folder
 from service.workers.service import QUEUE, Service
+
+pytestmark = pytest.mark.rotated_file
 
 __all__ = ["model_folder"]
 
@@ -55,7 +57,7 @@ KWARGS = {
 @pytest.fixture(scope="module")
 def service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("node-service")
-    with make_server_with_users(folder) as server:
+    with ServerWithUsers(folder) as server:
         made = Service(server, model_folder, folder, url=url_of(server, "admin"))
         try:
             made.start_worker(redis_url=url_of(server, "worker")).wait_ready()
@@ -73,7 +75,7 @@ def url_for(service: Service) -> str:
 def url_without_name(service: Service) -> str:
     """The URL for celery-ts, which supports no user names, and subscribes to all results of the server."""
     service.client.execute_command("ACL", "SETUSER", "default", "reset", *users()["client"], "+psubscribe")
-    return service.server.url.replace("redis://", "redis://:secret@")
+    return f"redis://:secret@127.0.0.1:{service.server.port}/0"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The Redis users of docker-compose.yml on real servers: each can do the work of its role, and nothing else."""
+"""The Redis users of deploy/redis/users.acl on real servers: each can do the work of its role, and nothing else."""
 
 import asyncio
 import json
@@ -15,27 +15,27 @@ import redis
 from celery import Celery
 from kombu.exceptions import OperationalError
 
-from headrace_broker.client import Client
-from headrace_broker.connections import connect, connect_async
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.client.client import Client
+from headrace_broker.client.tokenizer_calls import TokenizerCalls
 from headrace_broker.errors import QueueFullError, TenantQueueFullError, UnknownModelError
-from headrace_broker.events import EndEvent, pack
 from headrace_broker.key_schema import RedisKey
 from headrace_broker.keys import KEYS, queue_lists, result_key
-from headrace_broker.leases import Leases
-from headrace_broker.queue_levels import QueueLevelReader
-from headrace_broker.registry import register_model
-from headrace_broker.results import CompletionOutput, GenerateResult, Usage
+from headrace_broker.models.registry import register_model
+from headrace_broker.packing import pack
+from headrace_broker.queue.leases import Leases
+from headrace_broker.queue.levels import QueueLevelReader
+from headrace_broker.results import ChoiceOutput, GenerateResult, Usage
+from headrace_broker.server.connections import connect
+from headrace_broker.server.embedded import EmbeddedServer
 from headrace_broker.settings import BrokerSettings
-from headrace_broker.streams import StreamWrite, StreamWriter
-from headrace_broker.tokenizer_calls import TokenizerCalls
-from headrace_gateway import redis_keys
-from headrace_gateway.webhooks.outbox import enable
+from headrace_broker.streams.events import EndEvent
+from headrace_broker.streams.writer import StreamWrite, StreamWriter
+from headrace_cli.exporter import Exporter
+from headrace_gateway.redis import keys as redis_keys
 from headrace_gateway.webhooks.secret import new_secret
-from headrace_workers.exporter import Exporter
 from service.gateway.in_process import bearer, running_app, write_keys
 from service.gateway.webhooks.receiver import Receiver, status
-from service.redis_users import make_server_with_users, url_of, users
+from service.redis_users import ServerWithUsers, url_of, users
 from service.servers import EVERY_PROGRAM
 from service.workers.conftest import model_folder
 from service.workers.service import Service
@@ -45,20 +45,29 @@ __all__ = ["model_folder"]
 
 @pytest.fixture(scope="module", params=EVERY_PROGRAM)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    with make_server_with_users(tmp_path_factory.mktemp("acl"), program=request.param) as running:
+    with ServerWithUsers(tmp_path_factory.mktemp("acl"), program=request.param) as running:
         yield running
 
 
-def test_only_the_named_users_exist_and_the_default_one_is_off() -> None:
+def test_only_the_named_users_exist_and_nobody_can_be_the_default_one(server: EmbeddedServer) -> None:
     named = {"default", "admin", "worker", "operator", "client", "producer", "subscriber", "exporter", "gateway"}
-    assert set(users()) == named
-    assert users()["default"] == ["off"]
+    with connect(url_of(server, "admin")) as admin:
+        assert set(admin.acl_users()) == named
+        rules = admin.acl_getuser("default")
+    assert "off" in rules["flags"]
+    assert "nopass" not in rules["flags"]
+    assert not rules["passwords"]
+    for credentials in ("default:secret@", ":secret@", "default:@", ":default@"):
+        stranger = connect(f"redis://{credentials}127.0.0.1:{server.port}/0")
+        with stranger, pytest.raises(redis.exceptions.AuthenticationError):
+            stranger.ping()
 
 
 def test_a_connection_needs_the_name_and_password_of_a_user(server: EmbeddedServer) -> None:
-    with connect(server.url) as anonymous, pytest.raises(redis.exceptions.AuthenticationError):
+    address = f"redis://127.0.0.1:{server.port}/0"
+    with connect(address) as anonymous, pytest.raises(redis.exceptions.AuthenticationError):
         anonymous.ping()
-    impostor = connect(server.url.replace("redis://", "redis://worker:wrong@"))
+    impostor = connect(address.replace("redis://", "redis://worker:wrong@"))
     with impostor, pytest.raises(redis.exceptions.AuthenticationError):
         impostor.ping()
 
@@ -115,7 +124,7 @@ def answer(server: EmbeddedServer, request_id: str) -> None:
                 StreamWrite.end(request_id, attempt, 4, finish_reason="stop", usage=Usage(1, 0, 4)),
             ]
         )
-        output = CompletionOutput(0, "four", [1, 2, 3, 4], finish_reason="stop")
+        output = ChoiceOutput(0, "four", [1, 2, 3, 4], finish_reason="stop")
         result = GenerateResult(request_id, [output], Usage(1, 0, 4)).to_wire()
         stored = pack({"task_id": request_id, "status": "SUCCESS", "result": result, "traceback": None, "children": []})
         worker.set(result_key(request_id), stored)
@@ -174,7 +183,7 @@ async def test_the_gateway_can_do_all_its_work(server: EmbeddedServer, stream_of
         assert len(await broker.requeue_dead_letters(letters[:1])) == 1
         assert await broker.purge_dead_letters(letters[1:]) == 1
         assert await broker.cancel(stream_of_another)
-        await app.state.gateway.batches.expire_requests([request_id])
+        await app.state.batches.expire_requests([request_id])
     with connect(url) as reader:
         level = QueueLevelReader(reader).read([QUEUE])[QUEUE]
         assert level.problem is None
@@ -183,25 +192,20 @@ async def test_the_gateway_can_do_all_its_work(server: EmbeddedServer, stream_of
         assert admin.acl_log() == []
 
 
-async def test_the_gateway_sends_webhooks_and_the_operator_enables_an_endpoint(
-    server: EmbeddedServer, tmp_path: Path
-) -> None:
+async def test_the_gateway_sends_webhooks(server: EmbeddedServer, tmp_path: Path) -> None:
     with connect(url_of(server, "admin")) as admin:
         admin.flushdb()
         admin.acl_log_reset()
-    async with Receiver(status(410)) as receiver:
+    async with Receiver(status(500)) as receiver:
         file = tmp_path / "webhooks.toml"
         rights = "allow_http = true\nallow_private = true\n"
         file.write_text(f'[[endpoints]]\nname = "a"\nurl = "{receiver.url}"\nsecret = "{new_secret()}"\n{rights}')
         file.chmod(0o600)
         async with running_app(url_of(server, "gateway"), webhooks=file) as (app, _):
-            announce = app.state.gateway.webhooks.announce
-            await announce("batch.failed", "batch_1", key="web", tenant=None, at=7)
+            publish = app.state.gateway.webhooks.publish
+            await publish("batch.failed", "batch_1", key="web", tenant=None, at=7)
             await receiver.wait_for(1)
-            async with asyncio.timeout(60), connect_async(url_of(server, "operator")) as operator:
-                while not await enable(operator, "a"):
-                    await asyncio.sleep(0.01)
-            await announce("batch.failed", "batch_2", key="web", tenant=None, at=7)
+            await publish("batch.failed", "batch_2", key="web", tenant=None, at=7)
             await receiver.wait_for(2)
     with connect(url_of(server, "admin")) as admin:
         assert admin.acl_log() == []

@@ -11,13 +11,15 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from headrace_broker.embedded import EmbeddedServer
-from headrace_workers.cli.top import draw, top
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_cli.commands.top import draw, top
 from service.servers import make_server
 from service.workers.conftest import model_folder
 from service.workers.service import Service
 
 __all__ = ["model_folder"]
+
+pytestmark = pytest.mark.rotated_file
 
 NUM_TOKENS = 60_000
 

@@ -17,10 +17,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
-from headrace_broker.client import Client
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.client.client import Client
 from headrace_broker.keys import queue_name
-from headrace_broker.streams import StreamWrite, StreamWriter
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_broker.streams.writer import StreamWrite, StreamWriter
 from headrace_monitoring import dashboards
 from service.operations.prometheus import Prometheus, prometheus_or_skip, with_variables
 from service.workers.conftest import make_service, model_folder

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from headrace_broker import Client
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.server.embedded import EmbeddedServer
 from service.operations.client_snippets import ROOT
 from service.operations.fresh_environments import install_pip, pip
 from service.workers.conftest import model_folder
 from service.workers.worker_process import WorkerProcess
+
+pytestmark = pytest.mark.rotated_file("pyproject.toml")
 
 __all__ = ["model_folder"]
 
@@ -94,5 +96,5 @@ def test_the_default_model_is_not_fetched_if_it_cannot_be_converted(bin_folder: 
         check=False,
     )
     assert done.returncode == 1
-    assert "is converted by accelerate, gguf, torch, which this environment has not" in done.stderr
+    assert "is converted by accelerate, gguf, torch, which" in done.stderr
     assert "fetching" not in done.stderr

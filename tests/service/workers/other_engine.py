@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from headrace_engine.config import EngineConfig
 from headrace_engine.core import serving
 from headrace_engine.core.runner_factory import load_tokenizer
+from headrace_engine.options.config import EngineConfig
 from unit.engine.fake_engine import CAPABILITIES, FakeCore, FakeEngine, make_core
 
 

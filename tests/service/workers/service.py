@@ -12,7 +12,7 @@ import redis
 from celery import Celery
 from celery.result import AsyncResult
 
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.server.embedded import EmbeddedServer
 from service.workers.worker_process import WorkerProcess
 
 QUEUE = "headrace.tiny"
@@ -86,16 +86,20 @@ class Service:
 
     Args:
         url: if not the server's own, for instance with a user's name in it.
+        sender_url: of the user that sends by Celery, where it is another one.
     """
 
-    def __init__(self, server: EmbeddedServer, model: str, folder: Path, *, url: str | None = None) -> None:
+    def __init__(
+        self, server: EmbeddedServer, model: str, folder: Path, *, url: str | None = None, sender_url: str | None = None
+    ) -> None:
         self.server = server
         self.url = url or server.url
         self.workers: list[WorkerProcess] = []
         self._num_started = 0
         self._handles: list[AsyncResult] = []
         self.client = redis.Redis.from_url(self.url, socket_timeout=30, protocol=2)
-        self.app = Celery("producer", broker=self.url, backend=self.url, set_as_current=False)
+        sender_url = sender_url or self.url
+        self.app = Celery("producer", broker=sender_url, backend=sender_url, set_as_current=False)
         self.app.conf.update(
             task_serializer="msgpack", result_serializer="msgpack", accept_content=["msgpack"], result_expires=600
         )

@@ -104,7 +104,7 @@ def test_celerys_own_command_reports_a_wrong_setting_in_one_line(make_service: C
     worker = make_service().start_worker(command=command, max_num_seqs="many")
     assert worker.wait() == 1
     [sentence] = worker.log_text().strip().splitlines()
-    assert sentence.startswith("headrace: HEADRACE_MAX_NUM_SEQS: ")
+    assert sentence.startswith("headrace: HEADRACE_MAX_NUM_SEQS ")
 
 
 def other_weights(folder: Path) -> None:

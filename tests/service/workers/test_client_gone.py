@@ -1,6 +1,6 @@
 """An abandoned request is cancelled; one with subscriber heartbeats is not."""
 
-from headrace_broker.client import Client
+from headrace_broker.client.client import Client
 from service.workers.service import DEADLINE, Service, assert_result_is_stream
 
 LONG = 1900

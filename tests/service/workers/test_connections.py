@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 
 from headrace_broker.app import make_app
-from headrace_broker.async_client import AsyncClient
-from headrace_broker.client import Client
-from headrace_broker.connections import connect
-from headrace_broker.embedded import free_port
+from headrace_broker.client.async_client import AsyncClient
+from headrace_broker.client.client import Client
 from headrace_broker.errors import QueueUnavailableError
+from headrace_broker.server.connections import connect
+from headrace_broker.server.embedded import free_port
 from headrace_broker.settings import BrokerSettings
-from headrace_workers.exporter import Exporter
-from headrace_workers.top import ServiceSampler, report
+from headrace_cli.exporter import Exporter
+from headrace_cli.service_sampler import ServiceSampler, report
 from service.certificates import Certificates, needs_openssl
 from service.servers import EVERY_PROGRAM, REDIS, make_server, needs_redis_server
 from service.workers.service import Service
+
+pytestmark = pytest.mark.rotated_file
 
 VERIFY_FAILED = r"(?i)certificate.verify.failed"
 PARAMS = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
@@ -103,7 +105,7 @@ def tls(
 
 @needs_redis_server
 @needs_openssl
-async def test_over_tls(tls: TlsService, request: pytest.FixtureRequest) -> None:
+async def test_requests_are_served_over_tls(tls: TlsService, request: pytest.FixtureRequest) -> None:
     worker = tls.service.workers[0].wait_ready()
     url = tls.url(tls.certificates.ca, client="client certificates" in request.node.name)
     assert_serves(url)

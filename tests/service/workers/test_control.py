@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from celery.exceptions import TaskRevokedError
 
-from headrace_broker.client import Client
+from headrace_broker.client.client import Client
 from headrace_broker.results import Usage
-from headrace_broker.streams import StreamWrite, StreamWriter
+from headrace_broker.streams.writer import StreamWrite, StreamWriter
 from service.workers.service import DEADLINE, Service, assert_result_is_stream
 
 LONG = 2000

@@ -11,17 +11,19 @@ from dataclasses import dataclass
 import pytest
 import redis
 
-from headrace_broker.async_client import AsyncClient
-from headrace_broker.client import Client
-from headrace_broker.connections import connect
-from headrace_broker.embedded import free_port
+from headrace_broker.client.async_client import AsyncClient
+from headrace_broker.client.client import Client
 from headrace_broker.errors import QueueUnavailableError
-from headrace_broker.events import ChunkEvent
-from headrace_workers.exporter import Exporter
+from headrace_broker.server.connections import connect
+from headrace_broker.server.embedded import free_port
+from headrace_broker.streams.events import ChunkEvent
+from headrace_cli.exporter import Exporter
 from service.sentinels import SentinelSite
 from service.servers import EVERY_PROGRAM
 from service.workers.service import DEADLINE, Service, StreamLog
 from service.workers.worker_process import WorkerProcess
+
+pytestmark = pytest.mark.rotated_file
 
 TOKENS = 1200
 REQUESTS = 4
@@ -170,7 +172,7 @@ def test_readers_senders_and_running_requests_continue_with_the_next_master(site
     sentinels.wait_watched()
     again = client.submit("again", {"max_tokens": 3})
     assert client.result(again, timeout=DEADLINE).error is None
-    assert site.worker.health("ready")[0] == 200
+    site.service.wait_until(lambda: site.worker.health("ready")[0] == 200)  # its last poll may have met the old master
     master = sentinels.master()
     # If the machine stalled for a second, the Sentinels may have elected another master, which is allowed.
     assert master is new or sentinels.elections() > elections

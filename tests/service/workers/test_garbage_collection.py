@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.server.embedded import EmbeddedServer
 from service.gateway.gateway_process import GatewayProcess
 from service.workers.service import Service
 

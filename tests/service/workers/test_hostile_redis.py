@@ -1,6 +1,7 @@
 """Redis that refuses writes, loses data or has wrong keys, and leases that run out."""
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,9 +11,18 @@ from typing import Any
 import pytest
 import redis
 
-from headrace_broker.leases import Leases
+from headrace_broker.queue.leases import Leases
 from service.servers import make_server
 from service.workers.service import Service, assert_result_is_stream, results
+from service.workers.worker_process import WorkerProcess
+
+pytestmark = pytest.mark.rotated(
+    "broker/headrace_broker/queue",
+    "broker/headrace_broker/server",
+    "broker/headrace_broker/lua",
+    "workers/headrace_workers/celery",
+    "workers/headrace_workers/requests",
+)
 
 NUM_TOKENS = 600
 LEASE_SECONDS = 1.5
@@ -57,10 +67,10 @@ def test_a_redis_out_of_memory_delays_chunks_and_loses_no_lease(service: Service
     worker = service.workers[0]
     handles = run(service)
     service.wait_tokens([handle.id for handle in handles], at_least=3)
-    num_waits = worker.log_text().count("wait for Redis")
+    num_waits = worker.log_text().count("stream entries not written")
     service.client.config_set("maxmemory", 1)
     try:
-        worker.wait_for_log("wait for Redis", count=num_waits + 1)
+        worker.wait_for_log("stream entries not written", count=num_waits + 1)
         service.client.script_flush()
         # longer than a lease: renewals must continue
         renewed = leases(service)
@@ -134,6 +144,42 @@ def test_a_lost_lease_that_returns_to_the_same_worker_resumes_at_the_next_token(
         worker.send_signal(signal.SIGCONT)
     assert contents(service, handles) == expected
     assert all(service.stream(handle.id).attempts == [1, 2] for handle in handles)
+
+
+def test_rights_that_the_worker_loses_count_against_no_message_and_make_it_unready(service: Service) -> None:
+    worker = service.workers[0]
+    counted = counted_returns(worker)
+    for command in ("zadd", "xadd", "setex"):  # they take a message, write its stream and store its result
+        refused = re.compile(f"permissions? .*{command}|may not run {command}", re.IGNORECASE)
+        service.client.execute_command("ACL", "SETUSER", "default", f"-{command}")
+        try:
+            handles = run(service)
+            service.wait_until(lambda: refused.search(worker.health("ready")[1]))  # noqa: B023  # called here only
+            assert worker.health("ready")[0] == 503
+        finally:
+            service.client.execute_command("ACL", "SETUSER", "default", f"+{command}")
+        contents(service, handles)
+    service.wait_until(lambda: worker.health("ready")[0] == 200)
+    assert counted_returns(worker) == counted
+
+
+def counted_returns(worker: WorkerProcess) -> float:
+    """How many messages the worker returned with a counted delivery."""
+    reasons = ("stream_refused", "result_not_stored", "fenced", "rolled_back")
+    returned = worker.metrics()
+    return sum(returned.get(f'headrace_queue_returned_messages_total{{reason="{reason}"}}', 0) for reason in reasons)
+
+
+def test_a_password_that_changes_makes_the_worker_unready_until_it_is_right_again(service: Service) -> None:
+    worker = service.workers[0]
+    service.client.execute_command("ACL", "SETUSER", "default", "resetpass", ">another")
+    try:
+        service.client.client_kill_filter(_type="normal", skipme=True)
+        service.wait_until(lambda: worker.health("ready")[0] == 503)
+        service.wait_until(lambda: re.search("Authentication required|invalid username", worker.health("ready")[1]))
+    finally:
+        service.client.execute_command("ACL", "SETUSER", "default", "nopass")
+    service.wait_until(lambda: worker.health("ready")[0] == 200)
 
 
 def test_a_result_that_could_not_be_stored_is_stored_when_its_message_is_redelivered(service: Service) -> None:
@@ -218,6 +264,7 @@ def test_a_worker_warns_at_each_connection_of_a_redis_that_may_evict_messages(se
     ["headrace:lease:record", "headrace.tiny\x06\x163", "headrace:ready:of:headrace.tiny\x06", "headrace:share:mean"],
 )
 def test_a_key_of_the_wrong_type_makes_the_worker_unready_and_loses_no_request(service: Service, key: str) -> None:
+    contents(service, run(service))  # kombu reads the lengths of a queue's lists before its first message
     kept = service.client.dump(key)
     service.client.delete(key)
     service.client.xadd(key, {"x": "y"})

@@ -13,8 +13,8 @@ import pytest
 from celery import Celery
 from celery.exceptions import TaskRevokedError
 
-from headrace_broker.client import Client
-from headrace_broker.errors import RequestFailedError
+from headrace_broker.client.client import Client
+from headrace_broker.results import RequestFailedError
 from service.workers.messages import message
 from service.workers.service import QUEUE, Service
 
@@ -156,8 +156,8 @@ def test_another_content_type_is_refused_by_name(service: Service, content_type:
         ('[[], {"prompt": "x", "sampling_params": {"seed": ' + "9" * 5000 + "}}, {}]", "application/json"),
         ('{"prompt": "x"}', "protocol 2"),
         ('[[], "prompt", {}]', "protocol 2"),
-        ('[[], {"prompt": "\\ud800"}, {}]', "surrogates"),
-        ('[[], {"prompt": "x", "sampling_params": {"stop": ["\\ud800"]}}, {}]', "surrogates"),
+        ('[[], {"prompt": "\\ud800"}, {}]', "lone surrogate"),
+        ('[[], {"prompt": "x", "sampling_params": {"stop": ["\\ud800"]}}, {}]', "lone surrogate"),
         ('[[], {"prompt": "x", "sampling_params": {"\\ud800": 1}}, {}]', "ud800"),
         ('[[], {"prompt": {"__type__": "bytes", "__value__": "x"}}, {}]', "prompt must be a string"),
         ('[[], {"prompt": "x", "sampling_params": {"temperature": NaN}}, {}]', "temperature"),
@@ -174,7 +174,7 @@ def test_another_content_type_is_refused_by_name(service: Service, content_type:
         ('[[], {"prompt": "x", "sampling_params": {"structured_outputs": {"choice": ["\\ud800"]}}}, {}]', "choice"),
         ('[[], {"prompt": "x", "sampling_params": {"structured_outputs": {"json": {"enum": ["\\ud800"]}}}}, {}]', ""),
         ('[[], {"prompt": "x", "sampling_params": {"extra_args": {"a": ' + "9" * 30 + "}}}, {}]", "extra_args"),
-        ('[[], {"messages": [{"role": "user", "content": "\\ud800"}]}, {}]', "surrogates"),
+        ('[[], {"messages": [{"role": "user", "content": "\\ud800"}]}, {}]', "lone surrogate"),
     ],
     ids=lambda value: "",
 )

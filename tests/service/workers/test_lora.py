@@ -14,6 +14,8 @@ from headrace_broker import Client
 from service.servers import make_server
 from service.workers.service import Service, results
 
+pytestmark = pytest.mark.rotated_file("engine/headrace_engine/runner/lora")
+
 GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 PROMPT = [5, 6, 7, 8]
 
@@ -105,7 +107,7 @@ def test_a_broken_adapter_fails_only_its_own_requests(lora_service: Service, fol
     broken, good = send(lora_service, "broken"), send(lora_service, "sql")
     error = broken.get(timeout=60)["error"]
     assert error["code"] == "engine_error"
-    assert "LoRA adapter 'broken': peft_type is 'LOHA'" in error["message"]
+    assert "LoRA adapter 'broken': peft_type must be 'LORA', got 'LOHA'" in error["message"]
     assert str(folder) not in error["message"]
     assert len(tokens(good.get(timeout=60))) == 8
 

@@ -46,7 +46,7 @@ def test_a_worker_serves_what_another_engine_supports_and_refuses_the_rest_by_na
     for sentence in (
         "logit_bias has 9 entries, the engine other takes at most 7",
         "bad_words has 1 entries, which the engine other does not support",
-        "temperature is 3, the engine other takes 0, or 0.01 to 2",
+        "temperature must be 0, or 0.01 to 2, with the engine other, got 3",
     ):
         assert sentence in refused["message"]
 

@@ -62,6 +62,7 @@ def preempted(service: Service) -> float:
     return sum(worker.metrics().get(PREEMPTED, 0) for worker in service.workers)
 
 
+@pytest.mark.rotated("broker/headrace_broker/queue", "broker/headrace_broker/lua", "workers/headrace_workers/requests")
 def test_a_preempted_request_has_the_tokens_of_an_uninterrupted_run(preempting: Service) -> None:
     """Greedy and seeded, one choice and two, stop strings, log-probabilities, penalties, grammars."""
     counts: list[int] = []

@@ -11,8 +11,7 @@ import pytest
 from celery import Celery
 from celery.worker.control import Panel
 
-import headrace_workers.remote_control  # noqa: F401  # registers the worker's commands
-from headrace_workers.celery_commands import REFUSED
+from headrace_workers.celery.commands import REFUSED
 from service.workers.service import QUEUE, Service
 
 LONG = {"temperature": 0.0, "max_tokens": 800, "ignore_eos": True}
@@ -79,7 +78,7 @@ def test_every_command_of_this_celery_has_a_case_here() -> None:
 
 
 @pytest.mark.parametrize("command", sorted(WORKS))
-def test_a_command_works(service: Service, bare: Celery, command: str) -> None:
+def test_a_command_of_celery_answers(service: Service, bare: Celery, command: str) -> None:
     arguments, words = WORKS[command]
     assert words in str(ask(bare, command, arguments))
     restore(bare)

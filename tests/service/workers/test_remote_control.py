@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from headrace_workers.cli.control import control
-from headrace_workers.cli.worker import worker
+from headrace_cli.commands.control import control
+from headrace_cli.commands.worker import worker
 from service.workers.service import DEADLINE, Service, results
 
 LONG = 1500

@@ -231,7 +231,7 @@ def test_two_messages_of_one_id_with_other_numbers_of_choices_do_not_take_turns_
 
 def test_the_id_of_a_refused_request_does_not_silently_give_its_old_answer(service: Service) -> None:
     request_id = uuid.uuid4().hex
-    refused = service.send({"prompt": ""}, task_id=request_id).get(timeout=60)
+    refused = service.send({"prompt": 5}, task_id=request_id).get(timeout=60)
     assert refused["error"]["code"] == "invalid_request"
     service.wait_settled()
     service.send(KWARGS, task_id=request_id)

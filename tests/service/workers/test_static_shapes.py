@@ -29,6 +29,8 @@ __all__ = [
     "test_revoke_with_terminate_stops_a_running_request_and_ends_its_stream",
 ]
 
+pytestmark = pytest.mark.rotated_file("engine/headrace_engine/runner/static")
+
 
 @pytest.fixture(scope="module")
 def static_service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:

@@ -20,6 +20,8 @@ from service.workers.service import QUEUE, Service, assert_result_is_stream
 from service.workers.stock_worker import VISIBILITY_TIMEOUT, StockWorker, receipts
 from service.workers.worker_process import WorkerProcess
 
+pytestmark = pytest.mark.rotated_file
+
 LEASE_SECONDS = 1.0
 NUM_TOKENS = 400
 

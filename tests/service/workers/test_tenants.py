@@ -38,6 +38,20 @@ def test_a_tenant_is_charged_for_the_tokens_of_its_requests(make_service: Callab
     assert service.client.zscore(f"headrace:share:served:{QUEUE}", "acme") == tokens / 2
 
 
+def test_requests_with_more_choices_than_the_engine_has_slots_do_not_delay_another_tenant(
+    make_service: Callable[..., Service],
+) -> None:
+    service = make_service()
+    heavy = [send(service, "heavy", n=16, temperature=1.0, max_tokens=30) for _ in range(6)]
+    worker = service.start_worker(max_num_seqs=4)
+    service.wait_until(lambda: any(service.stream(handle.id).num_tokens for handle in heavy))
+    light = send(service, "light")
+    assert {len(result["outputs"]) for result in results([*heavy, light]).values()} == {1, 16}
+    assert sum(handle.date_done < light.date_done for handle in heavy) <= 1
+    assert worker.metrics()['headrace_queue_returned_messages_total{reason="no_room"}'] >= 1
+    service.wait_settled()
+
+
 def test_a_request_of_a_stock_producer_over_its_tenants_quota_ends_with_an_error(
     make_service: Callable[..., Service],
 ) -> None:
@@ -59,8 +73,8 @@ def test_a_request_of_a_stock_producer_over_its_tenants_quota_ends_with_an_error
     assert service.dead_letters() == []
 
 
-def cached(service: Service, tenant: str | None, prompt: list[int]) -> int:
-    headers = {} if tenant is None else {"tenant": tenant}
+def cached(service: Service, tenant: str | None, prompt: list[int], **headers: str) -> int:
+    headers |= {} if tenant is None else {"tenant": tenant}
     params = {"temperature": 0.0, "max_tokens": 1}
     sent = service.send({"prompt_token_ids": prompt, "sampling_params": params}, headers=headers)
     tokens: int = sent.get(timeout=DEADLINE)["usage"]["cached_tokens"]
@@ -75,6 +89,10 @@ def test_a_tenant_does_not_hit_the_prefix_cache_of_another(
     prompt = [5 + number % 50 for number in range(200)]
     assert [cached(service, tenant, prompt) for tenant in ("a", "b", None)] == [0, 0, 0]
     assert all(cached(service, tenant, prompt) >= 128 for tenant in ("a", "b", None))
+    for tenant in ("a", None):
+        for salt in ("a", "b", ""):
+            assert cached(service, tenant, prompt, cache_salt=salt) == 0
+            assert cached(service, tenant, prompt, cache_salt=salt) >= 128
 
 
 def test_tenants_share_the_prefix_cache_if_the_setting_says_so(make_service: Callable[..., Service]) -> None:

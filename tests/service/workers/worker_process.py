@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace_broker.embedded import die_with_parent
+from headrace_broker.server.embedded import die_with_parent
 
-HEADRACE = [sys.executable, "-c", "from headrace_workers.cli import main; main()", "worker"]
+HEADRACE = [sys.executable, "-c", "from headrace_cli.main import main; main()", "worker"]
 _MARKER = "HEADRACE_TEST_MARKER"
 DEVICE_VARIABLE = "HEADRACE_TEST_DEVICE"
 """Device of every worker whose test names none, to run all service tests on another runner."""

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from headrace_broker import blocking_wait
-from headrace_broker.blocking_wait import WaitPoller
+from headrace_broker.keys import ALL_STEPS
+from headrace_broker.queue import blocking_wait
+from headrace_broker.queue.blocking_wait import WaitPoller
 
 
 def poller_of(*descriptors: int) -> WaitPoller:
@@ -44,6 +45,9 @@ class FakeChannel:
     def on_wait(self, _wait: object) -> bool:
         return False
 
+    def split_below(self) -> int:
+        return ALL_STEPS
+
     def schedule_remaining_preempting(self) -> None:
         """Do nothing: its fetches leave no messages."""
 
@@ -52,10 +56,10 @@ class Watched:
     """A poller with one channel, on a clock that the test sets. It counts the checks of all connections."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.credit, self.checks = 100.0, True, 0
+        self.now, self.has_free_slots, self.checks = 100.0, True, 0
         monkeypatch.setattr(blocking_wait.time, "monotonic", lambda: self.now)
         self.poller = WaitPoller()
-        self.poller.add(FakeChannel(lambda: self.credit))
+        self.poller.add(FakeChannel(lambda: self.has_free_slots))
 
     def checks_in_turns(self, turns: int = 1) -> int:
         before = self.checks
@@ -89,11 +93,11 @@ def test_turns_without_a_read_check_no_connection(watched: Watched) -> None:
     "happens",
     [
         lambda watched: watched.read(),
-        lambda watched: setattr(watched, "credit", False),
+        lambda watched: setattr(watched, "has_free_slots", False),
         lambda watched: watched.poller.add(FakeChannel(lambda: True)),
         lambda watched: setattr(watched, "now", watched.now + blocking_wait._CHECK_SECONDS),
     ],
-    ids=["a connection was read", "the credit is used up", "a channel was added", "a second has passed"],
+    ids=["a connection was read", "no slot is free", "a channel was added", "a second has passed"],
 )
 def test_all_connections_are_checked_before_the_next_poll_if(
     watched: Watched, happens: Callable[[Watched], object]

@@ -19,9 +19,9 @@ from headrace_broker.content import (
     shown_encoding,
     shown_type,
 )
-from headrace_broker.dead_letters import DeadLetter
-from headrace_broker.envelope import open_envelope
 from headrace_broker.errors import MalformedMessageError
+from headrace_broker.queue.dead_letters import DeadLetter
+from headrace_broker.queue.message_envelope import open_envelope
 
 
 def envelope(said: Any, *, content_type: str = JSON, headers: Any = None, **changes: Any) -> bytes:

@@ -7,7 +7,7 @@ import redis
 from redis.exceptions import NoScriptError
 
 from clock import Clock
-from headrace_broker.held_connection import HELD_SECONDS, HeldConnection
+from headrace_broker.server.held_connection import HELD_SECONDS, HeldConnection
 
 
 class Pool:

@@ -1,4 +1,4 @@
-from headrace_broker.streams import StreamWrite, pack_writes, unpack_writes
+from headrace_broker.streams.writer import StreamWrite, pack_writes, unpack_writes
 
 
 def test_unpacked_writes_equal_the_packed_ones() -> None:

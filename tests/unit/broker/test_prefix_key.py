@@ -3,7 +3,7 @@
 import pytest
 
 from headrace_broker import InvalidRequestError
-from headrace_broker.submission import SubmitRequest, prepare
+from headrace_broker.client.submission import SubmitRequest, prepare
 
 
 def prefix(**options: object) -> str:

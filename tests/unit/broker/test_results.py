@@ -9,20 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_broker.errors import MalformedEntryError
-from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, pack, read_entry, unpack
-from headrace_broker.results import CompletionOutput, ErrorInfo, GenerateResult, Logprob, Usage
-from headrace_broker.streams import StreamWrite, draws_of
+from headrace_broker.packing import pack, unpack
+from headrace_broker.results import ChoiceOutput, ErrorInfo, GenerateResult, TokenLogprob, Usage
+from headrace_broker.streams.events import ChunkEvent, EndEvent, StartEvent, read_entry
+from headrace_broker.streams.writer import StreamWrite, draws_of
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=30)
 COUNTS = st.integers(0, 2**31)
 LOGPROBS = st.none() | st.lists(
-    st.lists(st.builds(Logprob, COUNTS, st.floats(-100, 0), st.integers(1, 9), TEXT), min_size=1, max_size=3),
+    st.lists(st.builds(TokenLogprob, COUNTS, st.floats(-100, 0), st.integers(1, 9), TEXT), min_size=1, max_size=3),
     max_size=3,
 )
 USAGES = st.none() | st.builds(Usage, COUNTS, COUNTS, COUNTS)
 ERRORS = st.none() | st.builds(ErrorInfo, st.sampled_from(["cancelled", "engine_error"]), TEXT)
 OUTPUTS = st.builds(
-    CompletionOutput,
+    ChoiceOutput,
     index=st.integers(0, 63),
     text=TEXT,
     token_ids=st.lists(COUNTS, max_size=5),
@@ -39,7 +40,7 @@ def test_a_result_survives_the_wire(result: GenerateResult) -> None:
 
 
 @given(st.integers(1, 9), COUNTS, OUTPUTS)
-def test_a_chunk_survives_the_wire(attempt: int, offset: int, output: CompletionOutput) -> None:
+def test_a_chunk_survives_the_wire(attempt: int, offset: int, output: ChoiceOutput) -> None:
     write = StreamWrite.chunk(
         "r",
         attempt,
@@ -129,13 +130,13 @@ def test_a_malformed_result_is_named(wire: dict[str, Any]) -> None:
         GenerateResult.from_wire(wire)
 
 
-E_ACUTE = [Logprob(5, -0.5, 1, "", b"\xc3"), Logprob(6, -1.0, 2, "e")]
+E_ACUTE = [TokenLogprob(5, -0.5, 1, "", b"\xc3"), TokenLogprob(6, -1.0, 2, "e")]
 """A token that ends inside a character, and another one."""
 
 
 def test_bytes_that_are_not_text_are_sent_beside_the_candidates() -> None:
-    logprobs, prompt_logprobs = [E_ACUTE, [Logprob(7, -0.1, 1, "x")]], [None, E_ACUTE]
-    output = CompletionOutput(0, "x", [5, 7], logprobs)
+    logprobs, prompt_logprobs = [E_ACUTE, [TokenLogprob(7, -0.1, 1, "x")]], [None, E_ACUTE]
+    output = ChoiceOutput(0, "x", [5, 7], logprobs)
     wire = msgpack.unpackb(msgpack.packb(GenerateResult("r", [output], prompt_logprobs=prompt_logprobs).to_wire()))
     assert wire["outputs"][0]["logprobs"] == [[[5, -0.5, 1, ""], [6, -1.0, 2, "e"]], [[7, -0.1, 1, "x"]]]
     assert wire["outputs"][0]["logprob_bytes"] == [[[0xC3], None], None]
@@ -161,10 +162,10 @@ def test_a_chunk_has_the_bytes_of_its_candidates_too() -> None:
 
 
 def test_no_bytes_are_sent_if_all_equal_their_texts() -> None:
-    logprobs = [[Logprob(7, -0.1, 1, "é")], [Logprob(8, -0.1, 1, None)]]
+    logprobs = [[TokenLogprob(7, -0.1, 1, "é")], [TokenLogprob(8, -0.1, 1, None)]]
     write = StreamWrite.chunk("r", 1, 2, index=0, token_ids=[7, 8], text="é", logprobs=logprobs)
     assert "logprob_bytes" not in unpack(write.data)
-    assert "logprob_bytes" not in CompletionOutput(0, "é", [7, 8], logprobs).to_wire()
+    assert "logprob_bytes" not in ChoiceOutput(0, "é", [7, 8], logprobs).to_wire()
     assert [position[0].bytes for position in logprobs] == ["é".encode(), None]
     token_id, logprob, rank, text = logprobs[0][0]
     assert (token_id, logprob, rank, text) == (7, -0.1, 1, "é")
@@ -179,7 +180,7 @@ def test_bytes_that_do_not_match_their_candidates_are_refused(own_bytes: Any) ->
 
 def test_no_repr_shows_generated_text() -> None:
     secret = "generated secret"
-    output = CompletionOutput(0, secret, [1], [[Logprob(1, -0.1, 1, secret)]], "stop", secret)
+    output = ChoiceOutput(0, secret, [1], [[TokenLogprob(1, -0.1, 1, secret)]], "stop", secret)
     write = StreamWrite.chunk("r", 1, 1, index=0, token_ids=[1], text=secret)
     event = read_entry(b"1-1", {b"type": b"chunk", b"data": write.data})
     assert secret not in repr(output) + repr(GenerateResult("r", [output])) + repr(write) + repr(event)

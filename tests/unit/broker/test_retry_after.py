@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace_broker.queue_levels import QueueLevels, retry_after
+from headrace_broker.queue.levels import QueueLevels, retry_after
 
 
 def levels(ready: int, age: float | None) -> QueueLevels:

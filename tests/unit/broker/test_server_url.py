@@ -6,7 +6,7 @@ import pytest
 
 from headrace_broker.app import make_app
 from headrace_broker.errors import SettingsError
-from headrace_broker.server_url import ServerUrl
+from headrace_broker.server.url import ServerUrl
 from headrace_broker.settings import BrokerSettings
 
 

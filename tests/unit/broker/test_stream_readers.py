@@ -4,7 +4,7 @@ from unittest.mock import Mock
 
 import msgpack
 
-from headrace_broker.subscriber import Readers
+from headrace_broker.streams.subscriber import Readers
 
 
 def entry(offset: int) -> list[object]:

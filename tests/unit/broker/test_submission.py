@@ -7,10 +7,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from headrace_broker.errors import InvalidRequestError, MalformedEntryError, RequestFailedError
-from headrace_broker.events import pack
-from headrace_broker.results import CompletionOutput, ErrorInfo, GenerateResult, Usage
-from headrace_broker.submission import (
+from headrace_broker.client.submission import (
     RequestStatus,
     Submission,
     SubmitRequest,
@@ -19,8 +16,15 @@ from headrace_broker.submission import (
     prepare_all,
     read_result,
     read_status,
+    request_of,
     was_cancelled,
 )
+from headrace_broker.errors import InvalidRequestError, MalformedEntryError
+from headrace_broker.messages import GenerateRequest
+from headrace_broker.packing import pack
+from headrace_broker.results import ChoiceOutput, ErrorInfo, GenerateResult, RequestFailedError, Usage
+from headrace_wire.chat import CHAT_OPTIONS
+from headrace_wire.request import REQUEST_KEYS
 
 NOW = 1_800_000_000.0
 
@@ -116,7 +120,7 @@ def test_a_deadline_may_be_a_datetime() -> None:
     [
         ({"model": None}, "model must be given"),
         ({"model": "a\nb"}, "model must be a printable string"),
-        ({"priority": 10}, "priority must be an integer from 0 (first) to 9, not 10"),
+        ({"priority": 10}, "priority must be an integer from 0 (first) to 9, got 10"),
         ({"priority": True}, "priority must be"),
         ({"request_id": "a b"}, "request_id must be"),
         ({"request_id": "a\n"}, "request_id must be"),
@@ -128,9 +132,9 @@ def test_a_deadline_may_be_a_datetime() -> None:
         ({"expires": datetime(2027, 1, 1)}, "naive datetime"),
         ({"expires": datetime(2000, 1, 1, tzinfo=UTC)}, "within the next 365 days"),
         ({"expires": "soon"}, "expires must be seconds"),
-        ({"abandon_after": 0.5}, "abandon_after must be a number of seconds from 1 to 3600, not 0.5"),
-        ({"abandon_after": 3601}, "not 3601"),
-        ({"abandon_after": "30"}, "not str of length 2"),
+        ({"abandon_after": 0.5}, "abandon_after must be a number of seconds from 1 to 3600, got 0.5"),
+        ({"abandon_after": 3601}, "got 3601"),
+        ({"abandon_after": "30"}, "got a string of length 2"),
         ({"abandon_after": 10**400}, "abandon_after must be a number of seconds from 1 to 3600"),
         ({"expires": 10**400}, "expires must be seconds"),
         ({"sampling_params": {"temperature": 10**400}}, "temperature must be"),
@@ -140,15 +144,15 @@ def test_a_deadline_may_be_a_datetime() -> None:
     ],
 )
 def test_a_bad_option_is_refused_by_name(options: dict[str, Any], complaint: str) -> None:
-    assert any(complaint in problem for problem in problems_of(**options))
+    assert complaint in "; ".join(problems_of(**options))
 
 
 def test_all_bad_options_are_reported_at_once() -> None:
-    assert len(problems_of(prompt="", model=None, priority=-1, request_id="?", tenant="", expires=-1)) == 6
+    assert len(problems_of(prompt=5, model=None, priority=-1, request_id="?", tenant="", expires=-1)) == 6
 
 
 def test_many_requests_are_refused_together_with_their_positions() -> None:
-    many: list[SubmitRequest] = [{"prompt": "x"}, {"prompt": ""}, {"messages": []}]
+    many: list[SubmitRequest] = [{"prompt": "x"}, {}, {"messages": []}]
     with pytest.raises(InvalidRequestError) as refusal:
         prepare_all(many, default_model="m")
     assert [problem.partition(":")[0] for problem in refusal.value.problems] == ["request 1", "request 2"]
@@ -172,7 +176,7 @@ def stored(status: str, result: Any) -> bytes:
     return packed
 
 
-RESULT = GenerateResult("r", [CompletionOutput(0, "hi", [1], finish_reason="stop")], Usage(1, 0, 1))
+RESULT = GenerateResult("r", [ChoiceOutput(0, "hi", [1], finish_reason="stop")], Usage(1, 0, 1))
 
 
 def test_a_stored_result_is_read() -> None:
@@ -205,3 +209,58 @@ def test_celerys_own_failures_get_a_code(status: str, result: Any, code: str) ->
 def test_a_malformed_result_is_named() -> None:
     with pytest.raises(MalformedEntryError):
         read_result("r", stored("SUCCESS", 5))
+
+
+OPTIONS: dict[str, Any] = {
+    "prompt": "x",
+    "sampling_params": {"max_tokens": 3},
+    "messages": [{"role": "user", "content": "x"}],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "chat_template_kwargs": {"a": 1},
+    "add_generation_prompt": False,
+    "continue_final_message": True,
+    "prompt_token_ids": [1],
+    "model": "m",
+    "lora": "a",
+    "priority": 3,
+    "expires": 60,
+    "tenant": "t",
+    "prefix_key": "k",
+    "cache_salt": "s",
+    "abandon_after": 30,
+    "idempotency_key": "i",
+    "request_id": "r",
+}
+
+
+def test_what_a_submission_adds_is_not_sent_as_an_argument_that_the_worker_does_not_know() -> None:
+    assert OPTIONS.keys() == SubmitRequest.__annotations__.keys() - {"request"}
+    for content in ("prompt", "prompt_token_ids", "messages"):
+        chosen = {content, "sampling_params"} | (set(CHAT_OPTIONS) if content == "messages" else set())
+        options = {name: value for name, value in OPTIONS.items() if name in chosen or name not in REQUEST_KEYS}
+        sent = request_of(options).to_kwargs()  # type: ignore[arg-type]
+        assert sent.keys() == chosen
+        assert GenerateRequest.parse(sent).to_kwargs() == prepared(**{"prompt": None, **options}).request.to_kwargs()
+
+
+def test_a_checked_request_is_sent_as_it_is() -> None:
+    request = GenerateRequest.parse({"prompt": "a", "sampling_params": {"n": 2}})
+    submission = prepared(prompt=None, request=request)
+    assert submission.request is request
+    assert submission.headers == prepared(prompt="a", sampling_params={"n": 2}).headers
+
+
+@pytest.mark.parametrize("beside", [{"prompt": "a"}, {"sampling_params": {"n": 1}}, {"lora": "french"}])
+def test_a_checked_request_excludes_what_it_holds(beside: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=f"request must be given without {next(iter(beside))}"):
+        prepared(**{"prompt": None, "request": GenerateRequest(prompt="b"), **beside})
+
+
+def test_a_request_that_is_no_generate_request_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="request must be a GenerateRequest, got"):
+        prepared(prompt=None, request={"prompt": "a"})
+
+
+@pytest.mark.parametrize(("params", "choices"), [(None, None), ({"n": 1}, None), ({"n": None}, None), ({"n": 8}, 8)])
+def test_a_header_tells_workers_how_many_choices_a_request_has(params: Any, choices: int | None) -> None:
+    assert prepared(sampling_params=params).headers.get("choices") == choices

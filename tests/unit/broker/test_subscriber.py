@@ -7,9 +7,10 @@ from typing import Any, Self
 import pytest
 
 from headrace_broker.errors import InvalidRequestError, ResultTimeoutError, StreamExpiredError
-from headrace_broker.events import EndEvent, StreamEvent, pack
-from headrace_broker.streams import StreamWrite, end_data
-from headrace_broker.subscriber import Readers, read_stream
+from headrace_broker.packing import pack
+from headrace_broker.streams.events import EndEvent, StreamEvent
+from headrace_broker.streams.subscriber import Readers, read_stream
+from headrace_broker.streams.writer import StreamWrite, end_data
 
 Entry = tuple[bytes, dict[bytes, bytes]]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from headrace_broker.client.tokenizer_calls import MAX_CALLS_PER_CLIENT, MAX_CALLS_PER_KEY, TokenizerClient
 from headrace_broker.errors import TokenizerCallError
-from headrace_broker.tokenizer_calls import MAX_CALLS_PER_CLIENT, MAX_CALLS_PER_KEY, TokenizerClient
 
 
 class LosingClient:

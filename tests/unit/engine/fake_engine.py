@@ -17,14 +17,14 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, EntryPoints
 from typing import TYPE_CHECKING, Any
 
-from headrace_engine import engines
-from headrace_engine.capabilities import EngineCapabilities
-from headrace_engine.config import EngineConfig
 from headrace_engine.core import serving
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError, HeadraceEngineError, ModelLoadError
-from headrace_engine.request import EngineCoreRequest, FinishReason
+from headrace_engine.options import engines
+from headrace_engine.options.capabilities import EngineCapabilities
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.request import EngineCoreRequest, FinishReason
 from headrace_engine.runner.contracts import ModelInfo
 
 if TYPE_CHECKING:

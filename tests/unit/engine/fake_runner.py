@@ -16,10 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace_engine.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, SchedulerConfig
 from headrace_engine.errors import LoRAError, ModelLoadError, RecompilationError
-from headrace_engine.lora_request import LoRARequest
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.options.config import CacheConfig, EngineConfig, LoRAConfig, ModelConfig, SchedulerConfig
+from headrace_engine.options.speculative_config import SpeculativeConfig
+from headrace_engine.requests.lora_request import LoRARequest
+from headrace_engine.requests.request import EngineCoreRequest
 from headrace_engine.runner.contracts import (
     KVSpec,
     ModelInfo,
@@ -29,7 +30,6 @@ from headrace_engine.runner.contracts import (
     StepOutput,
     TokenLogprobs,
 )
-from headrace_engine.speculative_config import SpeculativeConfig
 
 VOCAB_SIZE = 61
 NO_TOKEN = -1
@@ -406,6 +406,10 @@ def create_runner(config: EngineConfig) -> FakeRunner:
         raise ModelLoadError("model 'missing' cannot be read")
     if name == "dies":
         os._exit(3)
+    if name == "grows":
+        kept = []
+        while True:
+            kept.append(bytearray(b"x" * (8 << 20)))
     if name == "recompiles":
         return FakeRunner(fail_on_token=13, failure=RecompilationError)
     return FakeRunner(

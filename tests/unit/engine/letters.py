@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from headrace_engine.tokenizer_parts import TokenizerParts
+from headrace_engine.text.tokenizer_parts import TokenizerParts
 from unit.engine.fake_runner import EOS, VOCAB_SIZE
 
 CHARACTERS = '0123456_789abcdefghijklmnopqrstuvwxyzABCDEFGHIJ{}[]":,.-+!?%&'

@@ -8,9 +8,9 @@ from typing import Any
 
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.lora_manager import LoRAManager
-from headrace_engine.lora_request import LoRARequest
-from headrace_engine.request import EngineCoreRequest, FinishReason, Request
-from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.requests.lora_request import LoRARequest
+from headrace_engine.requests.request import EngineCoreRequest, FinishReason, Request
+from headrace_engine.requests.sampling_params import SamplingParams
 from unit.engine.fake_runner import EOS
 
 
@@ -83,7 +83,7 @@ class Results:
         if result.stats.num_requests:
             self.kinds.append(result.stats.kind)
         for news in result.outputs:
-            assert news.request_id not in self.finished, f"{news.request_id} goes on after its end"
+            assert news.request_id not in self.finished, f"{news.request_id} continues after its end"
             self.tokens.setdefault(news.request_id, []).extend(news.new_token_ids)
             self.cached[news.request_id] = news.num_cached_tokens
             if news.prompt_logprobs is not None:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from headrace_engine.core.engine_core import EngineCore
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
-from headrace_engine.request import FinishReason
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.request import FinishReason
 from headrace_engine.runner.contracts import RunnerCapabilities
 from unit.engine.fake_runner import EOS, FakeRunner, fake_config, tokens_alone
 from unit.engine.requests import Results, core_request

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.beam_search import BeamSearch, BeamSearchParams, BeamSearchSequence, search_together
+from headrace_engine.api.beam_search import BeamSearch, BeamSearchParams, BeamSearchSequence, search_together
 from headrace_engine.errors import InvalidRequestError
-from headrace_engine.outputs import Logprob
+from headrace_engine.requests.outputs import Logprob
 
 EOS = 0
 VOCABULARY = range(4)
@@ -85,11 +85,11 @@ def test_beams_end_where_the_context_does() -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"beam_width": 0}, "beam_width is 0, must be at least 1 and at most 64"),
-        ({"max_tokens": 0}, "max_tokens is 0, must be at least 1"),
-        ({"temperature": 0.5}, "temperature is 0.5, must be at least 0 and at most 0"),
-        ({"length_penalty": math.nan}, "length_penalty is nan, expected a finite number"),
-        ({"ignore_eos": 1}, "ignore_eos is 1, expected true or false"),
+        ({"beam_width": 0}, "beam_width must be at least 1 and at most 64, got 0"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1 and at most 2147483647, got 0"),
+        ({"temperature": 0.5}, "temperature must be at least 0 and at most 0, got 0.5"),
+        ({"length_penalty": math.nan}, "length_penalty must be a finite number, got nan"),
+        ({"ignore_eos": 1}, "ignore_eos must be true or false, got 1"),
     ],
 )
 def test_wrong_parameters_are_refused_with_value_and_limit(values: dict[str, Any], sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""The door of an engine that lacks something: each sentence has the field, the value, the limit and the engine."""
+"""Checks of what an engine lacks: each message has the field, the value, the limit and the engine."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.capabilities import EngineCapabilities
-from headrace_engine.capability_checks import config_problems
+from headrace_engine.api.request_checks import RequestChecks
 from headrace_engine.core.process import EngineCoreProcess
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError, InvalidRequestError, LoRAError
-from headrace_engine.lora_request import LoRARequest
-from headrace_engine.request_checks import RequestChecks
+from headrace_engine.options.capabilities import EngineCapabilities, config_problems
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.lora_request import LoRARequest
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.contracts import DRAWS, ModelInfo
 from headrace_engine.runner.sampling.rng import uniform
-from headrace_engine.sampling_params import SamplingParams
 from unit.engine import fake_engine
 
 MODEL = ModelInfo(
@@ -81,8 +80,16 @@ def problems(
             {"bad_words": ["a"], "bad_words_token_ids": [[5] * 512, [5] * 513]},
             "bad_words has 1025 tokens, the engine vllm takes at most 1024",
         ),
-        ({"temperature": 2.0}, {"temperature": 2.5}, "temperature is 2.5, the engine vllm takes 0, or 0.01 to 2"),
-        ({"temperature": 0.01}, {"temperature": 0.005}, "temperature is 0.005, the engine vllm takes 0, or 0.01 to 2"),
+        (
+            {"temperature": 2.0},
+            {"temperature": 2.5},
+            "temperature must be 0, or 0.01 to 2, with the engine vllm, got 2.5",
+        ),
+        (
+            {"temperature": 0.01},
+            {"temperature": 0.005},
+            "temperature must be 0, or 0.01 to 2, with the engine vllm, got 0.005",
+        ),
     ],
     ids=["allowed_token_ids", "logit_bias", "stop_token_ids", "bad_words", "bad_words_tokens", "hot", "cold"],
 )
@@ -107,7 +114,7 @@ def test_everything_that_is_beyond_a_limit_is_told_at_once() -> None:
     told = problems(VLLM_V2, allowed_token_ids=list(range(1025)), temperature=3)
     assert told == [
         "allowed_token_ids has 1025 entries, the engine vllm takes at most 1024",
-        "temperature is 3, the engine vllm takes 0, or 0.01 to 2",
+        "temperature must be 0, or 0.01 to 2, with the engine vllm, got 3",
     ]
 
 
@@ -159,7 +166,7 @@ def test_priorities_salts_and_adapters_are_refused_where_the_engine_has_none() -
     with pytest.raises(InvalidRequestError) as refused:
         none.check_features(5, "a secret", None)
     assert refused.value.problems == [
-        "priority is 5, which the engine vllm does not support: leave it at 0",
+        "priority must be 0 with the engine vllm, got 5",
         "cache_salt is set, which the engine vllm does not support",
     ]
     with pytest.raises(LoRAError, match="'fox', but the engine vllm serves no LoRA adapters: enable_lora is not set"):
@@ -210,6 +217,6 @@ def test_an_engine_without_adapters_does_not_start_where_they_are_wanted(
 
 
 def test_the_numbers_of_our_own_draws_have_not_changed_under_their_name() -> None:
-    """Where this fails, raise `contracts.DRAWS`: requests that were begun with the old numbers go on with others."""
+    """Where this fails, raise `contracts.DRAWS`: requests that were begun with the old numbers continue with others."""
     drawn = [round(float(u), 12) for u in uniform([1, -5, 2**62], [0, 7, 100_000])]
     assert (DRAWS, drawn) == ("headrace-1", [0.368189515652, 0.563202803938, 0.001269921277])

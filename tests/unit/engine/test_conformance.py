@@ -20,6 +20,8 @@ from headrace_engine.conformance.launcher import Launcher
 from headrace_engine.conformance.suite import Outcome, Suite, Verdict
 from unit.engine.small_engine import FAULTS
 
+pytestmark = pytest.mark.rotated("engine/headrace_engine/conformance", "tests/unit/engine/small_engine")
+
 _ENTRY_POINTS = "[headrace.engines]\nsmall = unit.engine.small_engine:ENGINE\n"
 
 
@@ -164,7 +166,7 @@ def test_the_command_prints_json_for_machines(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--engine", "nobody", "--model", "small"], "engine is 'nobody', installed are"),
+        (["--engine", "nobody", "--model", "small"], "engine must be one of headrace, small, vllm, got 'nobody'"),
         (["--engine", "small", "--model", "large"], "model is large"),
         (["--engine", "small", "--model", "small", "--only", "no such words"], "no case holds no such words"),
     ],

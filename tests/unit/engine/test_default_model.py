@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
+import stat
+import venv
 from pathlib import Path
 
 import pytest
 
-from headrace_engine import default_model
+from headrace_engine.checkpoints import default_model
 from headrace_engine.errors import ModelFetchError
 
 
@@ -27,6 +28,20 @@ def test_a_model_that_is_there_is_taken(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = put(tmp_path)
     assert default_model.fetch() == folder
+
+
+def test_a_container_can_mount_the_model_and_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(python: str, gguf: Path, target: Path, dtype: str) -> None:
+        target.mkdir(mode=0o700)
+        (target / "model.safetensors").touch(mode=0o600)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(default_model, "_download", lambda scratch: scratch)
+    monkeypatch.setattr(default_model, "_convert_in_child", convert)
+    for _ in ("converted", "found in the cache"):
+        folder = default_model.fetch()
+        assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())] == [0o755, 0o644]
+        (folder / "model.safetensors").chmod(0o600)  # as an older version has left it
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 3, 4])
@@ -74,8 +89,25 @@ def test_a_full_disk_is_told_at_each_step(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_nothing_is_fetched_that_cannot_be_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else object())
+    venv.create(tmp_path / "bare", with_pip=False)
+    python = str(tmp_path / "bare/bin/python")
     told: list[str] = []
-    with pytest.raises(ModelFetchError, match="is converted by torch, which this environment has not: pip install"):
-        default_model.fetch(progress=told.append)
+    with pytest.raises(ModelFetchError, match=rf"is converted by accelerate, gguf, torch.*, which {python} has not: "):
+        default_model.fetch(progress=told.append, python=python)
+    with pytest.raises(ModelFetchError, match="/no/python is not a usable Python interpreter"):
+        default_model.fetch(progress=told.append, python="/no/python")
     assert told == []
+
+
+def test_an_interpreter_without_headrace_can_convert_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "packages").mkdir()
+    for name in ("accelerate", "gguf", "torch", "transformers", "tokenizers"):
+        (tmp_path / "packages" / f"{name}.py").write_text("")
+    (tmp_path / "packages/tokenizers.py").write_text("pre_tokenizers = None")
+    (tmp_path / "packages/transformers.py").write_text("raise SystemExit('converted without Headrace')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.setattr(default_model, "_download", lambda scratch: scratch / "model.gguf")
+    venv.create(tmp_path / "bare", with_pip=False)
+    with pytest.raises(ModelFetchError, match="converted without Headrace"):
+        default_model.fetch(progress=lambda _: None, python=str(tmp_path / "bare/bin/python"))

@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from headrace_engine.core.core_client import InProcessCore
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.errors import ConfigError, EngineDeadError, LoRACapacityError
-from headrace_engine.lora_request import LoRARequest
-from headrace_engine.request import EngineCoreRequest, FinishReason
+from headrace_engine.options.speculative_config import SpeculativeConfig
+from headrace_engine.requests.lora_request import LoRARequest
+from headrace_engine.requests.request import EngineCoreRequest, FinishReason
 from headrace_engine.runner.contracts import RunnerCapabilities
-from headrace_engine.speculative_config import SpeculativeConfig
 from unit.engine.fake_runner import MAX_MODEL_LEN, FakeRunner, fake_config, tokens_alone
 from unit.engine.requests import Results, core_request, load_at_once
 
@@ -261,7 +261,7 @@ def test_a_refusal_is_work_even_when_nothing_runs() -> None:
 
 
 def test_a_request_that_is_complete_already_ends_without_another_token() -> None:
-    # A worker may die between its last token and the news that it was the last one.
+    # A worker may die between its last token and the output that says that it was the last one.
     core = EngineCore(fake_config(), FakeRunner())
     core.add_request(core_request("length", [1], output=[2, 3], max_tokens=2))
     core.add_request(core_request("end", [1], output=[2, 7], max_tokens=20))

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.core import frames
 from headrace_engine.core.outputs import EngineCoreOutput
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.options.capabilities import EngineCapabilities
+from headrace_engine.requests.request import EngineCoreRequest
 
 PAGE = (Path(__file__).parents[3] / "docs" / "engines.md").read_text()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from headrace_engine.api.metrics import EngineMetrics
 from headrace_engine.core.outputs import STEP_STATS, StepStats
-from headrace_engine.engine_metrics import EngineMetrics
 
 ABOUT_STEPS = {
     "vllm:num_requests_running": "running",

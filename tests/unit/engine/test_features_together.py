@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from headrace_engine import grammar as grammar_module
-from headrace_engine.config import LoRAConfig
 from headrace_engine.core.engine_core import EngineCore
-from headrace_engine.request import EngineCoreRequest, FinishReason
+from headrace_engine.grammar import grammar as grammar_module
+from headrace_engine.options.config import LoRAConfig
+from headrace_engine.options.speculative_config import SpeculativeConfig
+from headrace_engine.requests.request import EngineCoreRequest, FinishReason
 from headrace_engine.runner.contracts import RunnerCapabilities
-from headrace_engine.speculative_config import SpeculativeConfig
 from unit.engine.fake_runner import FakeRunner, fake_config
 from unit.engine.letters import encode
 from unit.engine.requests import Results, core_request, load_at_once

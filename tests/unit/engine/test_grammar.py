@@ -6,11 +6,13 @@ import re
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
-from headrace_engine import grammar as grammar_module
-from headrace_engine.grammar import Grammar, GrammarCompiler, TokenizerDefinition
-from headrace_engine.grammar_errors import GrammarError, sentence
-from headrace_engine.structured_outputs_params import StructuredOutputsParams
+from engine.tokenizer_kinds import byte_level
+from headrace_engine.grammar import grammar as grammar_module
+from headrace_engine.grammar.errors import GrammarError, sentence
+from headrace_engine.grammar.grammar import Grammar, GrammarCompiler, TokenizerDefinition
+from headrace_engine.requests.structured_outputs_params import StructuredOutputsParams
 from unit.engine.fake_runner import EOS, VOCAB_SIZE
 from unit.engine.letters import decode, encode, tokenizer_json
 
@@ -61,6 +63,45 @@ def test_exactly_the_texts_of_the_grammar_are_allowed(
     grammar = compiler.compile(StructuredOutputsParams(**values))
     assert [text for text in good if not follows(grammar, text)] == []
     assert [text for text in bad if follows(grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"json": {"enum": [1]}},
+        {"regex": "1"},
+        {"grammar": 'start: form // a } in a comment\nform: "1" | "}"'},
+    ],
+)
+@pytest.mark.parametrize("special", [True, False, None], ids=["special token", "token", "text"])
+def test_a_grammar_begins_after_the_thought_that_the_prompt_has_opened(
+    values: dict[str, Any], special: bool | None
+) -> None:
+    tokenizer = byte_level()
+    if special is not None:
+        tokenizer.add_tokens([AddedToken(tag, special=special) for tag in ("<think>", "</think>")])
+    definition = TokenizerDefinition(
+        tokenizer_json=tokenizer.to_str(),
+        vocab_size=tokenizer.get_vocab_size(),
+        eos_token_ids=[tokenizer.token_to_id("</s>")],
+    )
+    compiler, params = GrammarCompiler(definition), StructuredOutputsParams(**values)
+
+    def allows(prompt: str, text: str) -> bool:
+        grammar = compiler.compile(params, prompt_token_ids=tokenizer.encode(prompt).ids)
+        try:
+            grammar.accept(tokenizer.encode(text).ids)
+        except GrammarError:
+            return False
+        return tokenizer.token_to_id("</s>") in allowed(grammar.bitmasks()[0])
+
+    for thought in ('I say <b>{"a": 2}, 1', ""):
+        assert allows("hello<think>\n", f"{thought}</think>\n\n1")
+        assert not allows("hello<think>\n", f"{thought}</think>\n\n2")
+    assert not allows("hello<think>\n", "1")
+    for prompt in ("<think>\n\n</think>\n", "hello"):
+        assert allows(prompt, "1")
+        assert not allows(prompt, "a</think>1")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The door for grammars: hostile ones cost a bounded time and end nothing but the process that tries them."""
+"""The check of grammars: a hostile one costs a bounded time and ends only the process that compiles it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from headrace_engine.errors import InvalidRequestError
-from headrace_engine.grammar import TokenizerDefinition
-from headrace_engine.grammar_checker import GrammarChecker
-from headrace_engine.structured_outputs_params import StructuredOutputsParams
+from headrace_engine.grammar.checker import GrammarChecker
+from headrace_engine.grammar.grammar import TokenizerDefinition
+from headrace_engine.requests.structured_outputs_params import StructuredOutputsParams
 from unit.engine.fake_runner import EOS, VOCAB_SIZE
 from unit.engine.letters import tokenizer_json
 
@@ -59,6 +59,27 @@ def test_a_hostile_grammar_is_refused_and_the_next_good_one_is_not(
         with pytest.raises(InvalidRequestError, match=r"the grammar takes more than .* to compile"):
             checker.check(hostile)
     checker.check(StructuredOutputsParams(regex="fine"))
+
+
+@pytest.mark.parametrize("regex", ["((a{1,1000}){1,1000}){1,1000}", "((a{1,100}){1,100}){1,100}"])
+def test_a_grammar_that_compiles_and_explodes_after_some_tokens_is_refused(checker: GrammarChecker, regex: str) -> None:
+    with pytest.raises(InvalidRequestError, match="structured_outputs: the grammar is too complex"):
+        checker.check(StructuredOutputsParams(regex=regex))
+
+
+@pytest.mark.parametrize(
+    "regex",
+    [
+        r"[a-z0-9._%+-]+@[a-z0-9.-]+\.[a-z]{2,}",
+        r"(\w+ ){10,100}\.",
+        r"([^\n]{1,80}\n){1,50}",
+        r"(([A-Z][^.!?]{5,200}[.!?]) ){2,10}",
+        r"(?:[a-z]{1,20} ){0,100}[a-z]{1,20}",
+        r".{1,10000}",
+    ],
+)
+def test_an_ordinary_regex_with_counts_passes(checker: GrammarChecker, regex: str) -> None:
+    checker.check(StructuredOutputsParams(regex=regex))
 
 
 def test_what_is_wrong_with_a_grammar_reaches_the_caller(checker: GrammarChecker) -> None:

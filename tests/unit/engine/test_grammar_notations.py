@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from headrace_engine.gbnf import is_gbnf
-from headrace_engine.grammar import GrammarCompiler, TokenizerDefinition
-from headrace_engine.grammar_errors import GrammarError
-from headrace_engine.structured_outputs_params import StructuredOutputsParams
+from headrace_engine.grammar.errors import GrammarError
+from headrace_engine.grammar.gbnf import is_gbnf
+from headrace_engine.grammar.grammar import GrammarCompiler, TokenizerDefinition
+from headrace_engine.requests.structured_outputs_params import StructuredOutputsParams
 from unit.engine.fake_runner import EOS as LETTERS_EOS
 from unit.engine.letters import CHARACTERS, tokenizer_json
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-OURS = ("llguidance", "headrace_engine.core.engine_core", "headrace_engine.grammar")
+OURS = ("llguidance", "headrace_engine.core.engine_core", "headrace_engine.grammar.grammar")
 HEAVY = ("torch", "transformers", "tokenizers", "numpy", "celery", "redis", "prometheus_client")
 
 
@@ -15,12 +15,12 @@ HEAVY = ("torch", "transformers", "tokenizers", "numpy", "celery", "redis", "pro
     "module",
     [
         "headrace_engine",
-        "headrace_engine.config",
-        "headrace_engine.engine_args",
+        "headrace_engine.options.config",
+        "headrace_engine.options.engine_args",
         "headrace_engine.core.process",
         "headrace_engine.core.core_client",
         "headrace_engine.runner.contracts",
-        "headrace_engine.sampling_params",
+        "headrace_engine.requests.sampling_params",
     ],
 )
 def test_importing_the_core_imports_no_tensor_library_and_no_queue(module: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace_engine.core.kv_cache_manager import KVCacheManager
-from headrace_engine.request import Request
+from headrace_engine.requests.request import Request
 from unit.engine.requests import request
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.config import LoRAConfig
 from headrace_engine.core.engine_core import EngineCore
-from headrace_engine.core.grammar_preparation import PreparedRequest
-from headrace_engine.engine_args import EngineArgs
+from headrace_engine.core.grammars import PreparedRequest
 from headrace_engine.errors import ConfigError, InvalidRequestError, LoRACapacityError, LoRAError
-from headrace_engine.lora_request import LoRARequest
-from headrace_engine.request import EngineCoreRequest, FinishReason
+from headrace_engine.options.config import LoRAConfig
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.lora_request import LoRARequest
+from headrace_engine.requests.request import EngineCoreRequest, FinishReason
 from headrace_engine.runner.contracts import RunnerCapabilities
 from unit.engine.fake_runner import FakeRunner, fake_config, tokens_alone
 from unit.engine.requests import Results, core_request, load_at_once
@@ -373,9 +373,9 @@ def test_a_lora_request_is_its_name_and_may_choose_its_id() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_loras": 0}, "max_loras is 0"),
-        ({"max_lora_rank": 0}, "max_lora_rank is 0"),
-        ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras is 2, less than max_loras, which is 4"),
+        ({"max_loras": 0}, "max_loras must be an integer of at least 1, got 0"),
+        ({"max_lora_rank": 0}, "max_lora_rank must be an integer of at least 1, got 0"),
+        ({"max_loras": 4, "max_cpu_loras": 2}, "max_cpu_loras must be at least 4, max_loras, got 2"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, int], words: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_engine.core.ngram_proposer import NgramProposer
+from headrace_engine.core.speculation import NgramProposer
 
 
 def proposed(token_ids: list[int], *, k: int = 3, min_n: int = 1, max_n: int = 3) -> list[int]:

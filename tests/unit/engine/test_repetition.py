@@ -6,8 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from headrace_engine.core.repetition import ends_in_repetition
-from headrace_engine.sampling_params import RepetitionDetectionParams
+from headrace_engine.core.stop_check import ends_in_repetition
+from headrace_engine.requests.sampling_params import RepetitionDetectionParams
 
 
 def found(tokens: list[int], longest: int, count: int, shortest: int = 0, start: int = 0) -> bool:

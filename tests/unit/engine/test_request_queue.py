@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_engine.config import SchedulingPolicy
 from headrace_engine.core.request_queue import RequestQueue, create_request_queue
-from headrace_engine.request import Request
+from headrace_engine.options.config import SchedulingPolicy
+from headrace_engine.requests.request import Request
 from unit.engine.requests import request
 
 

@@ -9,9 +9,9 @@ import pytest
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.scheduler import Scheduler
-from headrace_engine.engine_args import EngineArgs
-from headrace_engine.errors import DuplicateRequestError, QueueFullError
-from headrace_engine.request import FinishReason
+from headrace_engine.errors import DuplicateRequestError, EngineFullError
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.request import FinishReason
 from headrace_engine.runner.contracts import RunnerCapabilities
 from unit.engine.fake_runner import FakeRunner, fake_config, tokens_alone
 from unit.engine.requests import Results, core_request, request
@@ -320,7 +320,7 @@ def test_a_full_queue_refuses_and_names_its_limit() -> None:
         fake_config(max_num_queued_requests=1).scheduler, KVCacheManager(8, 4), RunnerCapabilities(), 32
     )
     scheduler.add_request(request("a"))
-    with pytest.raises(QueueFullError, match="the queue is full: 1 requests wait, and max_num_queued_requests is 1"):
+    with pytest.raises(EngineFullError, match="the queue is full: 1 requests wait, and max_num_queued_requests is 1"):
         scheduler.add_request(request("b"))
 
 
@@ -329,7 +329,7 @@ def test_a_queue_full_of_tokens_refuses_until_one_of_its_requests_is_admitted_or
         fake_config(max_num_queued_tokens=10).scheduler, KVCacheManager(8, 4), RunnerCapabilities(), 32
     )
     scheduler.add_request(request("a", range(6)))
-    with pytest.raises(QueueFullError, match="6 tokens wait and the request has 5, and max_num_queued_tokens is 10"):
+    with pytest.raises(EngineFullError, match="6 tokens wait and the request has 5, and max_num_queued_tokens is 10"):
         scheduler.add_request(request("b", range(5)))
     scheduler.schedule()
     scheduler.add_request(request("b", range(5)))

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.config import EngineConfig
 from headrace_engine.core.engine_core import EngineCore
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
-from headrace_engine.request import FinishReason
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.options.speculative_config import SpeculativeConfig
+from headrace_engine.requests.request import FinishReason
 from headrace_engine.runner.contracts import RunnerCapabilities
-from headrace_engine.speculative_config import SpeculativeConfig
 from unit.engine.fake_runner import MAX_MODEL_LEN, FakeRunner, fake_config, tokens_alone
 from unit.engine.requests import Results, core_request
 
@@ -174,32 +174,32 @@ def test_the_options_survive_the_way_to_the_core() -> None:
         (
             {"method": "eagle", "num_speculative_tokens": 17, "depth": 1},
             [
-                "speculative_config.depth is not an option, allowed are method, num_speculative_tokens",
-                "speculative_config.method is 'eagle', allowed are ngram, draft_model",
-                "speculative_config.num_speculative_tokens is 17, must be an integer from 1 to 16",
+                "names of speculative_config must be of method, num_speculative_tokens",
+                "speculative_config.method must be one of ngram, draft_model, got 'eagle'",
+                "speculative_config.num_speculative_tokens must be an integer from 1 to 16, got 17",
             ],
         ),
         (
             {"method": "draft_model", "prompt_lookup_min": 2},
             [
-                "num_speculative_tokens is None, must be an integer from 1 to 16",
-                "speculative_config.model is None, method draft_model needs a model folder",
-                "speculative_config.prompt_lookup_min is 2, but only method ngram looks tokens up",
+                "num_speculative_tokens must be an integer from 1 to 16, got None",
+                "speculative_config.model must be a model folder with method draft_model, got None",
+                "speculative_config.prompt_lookup_min must be left out with method draft_model, got 2",
             ],
         ),
         (
             {"method": "ngram", "num_speculative_tokens": True, "model": "x", "prompt_lookup_max": 0},
             [
-                "num_speculative_tokens is True, must be an integer from 1 to 16",
-                "prompt_lookup_max is 0, must be an integer from 1 to 64",
-                "speculative_config.model is 'x', but method ngram uses no model",
+                "num_speculative_tokens must be an integer from 1 to 16, got True",
+                "prompt_lookup_max must be an integer from 1 to 64, got 0",
+                "speculative_config.model must be left out with method ngram, got 'x'",
             ],
         ),
         (
             {"method": "ngram", "num_speculative_tokens": 1, "prompt_lookup_min": 4, "prompt_lookup_max": 2},
-            ["prompt_lookup_min is 4, but prompt_lookup_max is only 2"],
+            ["prompt_lookup_min must be at most prompt_lookup_max, 2, got 4"],
         ),
-        (7, ["speculative_config is 7, must be a map of method"]),
+        (7, ["speculative_config must be a map of method"]),
     ],
 )
 def test_wrong_options_are_all_named_at_the_door(options: Any, problems: list[str]) -> None:

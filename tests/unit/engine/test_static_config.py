@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace_engine.errors import ConfigError
-from headrace_engine.static_config import StaticConfig
+from headrace_engine.options.static_config import StaticConfig
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError, RecompilationError
+from headrace_engine.options.engine_args import EngineArgs
 from headrace_engine.runner.static.shapes import Shape, ShapeGrid
 
 
@@ -79,9 +79,9 @@ def test_buckets_that_do_not_fit_are_all_named() -> None:
             context_buckets=[64],
         )
     assert str(error.value) == (
-        "prefill bucket 65 is more than max_num_batched_tokens, which is 64; "
-        "decode bucket 8 is more than max_num_seqs, which is 4; "
-        "the largest context bucket is 64, must hold max_model_len=100"
+        "prefill buckets must be at most max_num_batched_tokens, 64, got 65; "
+        "decode buckets must be at most max_num_seqs, 4, got 8; "
+        "the largest context bucket must be at least 100, got 64"
     )
 
 
@@ -95,18 +95,24 @@ def test_a_step_for_which_nothing_was_compiled_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"device": "neuron", "decode_buckets": [4, 2]}, "decode_buckets is [4, 2], must be a list of integers"),
-        ({"device": "neuron", "decode_buckets": []}, "decode_buckets is [], must be a list of integers"),
+        (
+            {"device": "neuron", "decode_buckets": [4, 2]},
+            "decode_buckets must be a list of integers of at least 1 in rising order, got [4, 2]",
+        ),
+        (
+            {"device": "neuron", "decode_buckets": []},
+            "decode_buckets must be a list of integers of at least 1 in rising order, got []",
+        ),
         ({"device": "cpu", "prefill_buckets": [4]}, "prefill_buckets is set, but only the devices neuron, xla"),
         ({"device": "static-cpu", "compile_cache_dir": "/x"}, "static-cpu compiles nothing that could be kept"),
-        ({"device": "neuron", "compile_cache_dir": "s3://x"}, "compile_cache_dir is 's3://x', must be a folder"),
+        ({"device": "neuron", "compile_cache_dir": "s3://x"}, "compile_cache_dir must be a folder, got 's3://x'"),
         (
             {"device": "neuron", "tensor_parallel_size": 0},
-            "tensor_parallel_size is 0, must be an integer",
+            "tensor_parallel_size must be an integer of at least 1, got 0",
         ),
         ({"device": "xla", "attention_backend": "native"}, "attention_backend is 'native', but device xla has its own"),
         ({"device": "neuron", "batch_invariant": True}, "batch_invariant is set, which device neuron cannot do"),
-        ({"device": "tpu"}, "device is 'tpu', allowed are auto, cpu, cuda, neuron, xla, static-cpu"),
+        ({"device": "tpu"}, "device must be one of auto, cpu, cuda, neuron, xla, static-cpu, got 'tpu'"),
     ],
 )
 def test_wrong_options_are_refused_where_they_are_given(options: dict[str, Any], sentence: str) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from headrace_engine import grammar as grammar_module
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.scheduler import Scheduler
-from headrace_engine.grammar import GrammarCompiler
-from headrace_engine.request import EngineCoreRequest, FinishReason
+from headrace_engine.errors import is_caused_by_request
+from headrace_engine.grammar import grammar as grammar_module
+from headrace_engine.grammar.grammar import GrammarCompiler
+from headrace_engine.options.speculative_config import SpeculativeConfig
+from headrace_engine.requests.request import EngineCoreRequest, FinishReason
 from headrace_engine.runner.contracts import RunnerCapabilities
-from headrace_engine.speculative_config import SpeculativeConfig
 from unit.engine.fake_runner import EOS, FakeRunner, fake_config
 from unit.engine.letters import decode, encode
 from unit.engine.requests import Results, core_request
@@ -174,14 +175,24 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_only() -> None:
 def test_a_compiler_that_fails_unexpectedly_ends_its_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_it = GrammarCompiler.compile
 
-    def fail_once(self: GrammarCompiler, *args: Any) -> Any:
+    def fail_once(self: GrammarCompiler, *args: Any, **named: Any) -> Any:
         monkeypatch.setattr(GrammarCompiler, "compile", compile_it)
         raise RuntimeError("a word of the grammar")
 
     monkeypatch.setattr(GrammarCompiler, "compile", fail_once)
     results = outputs([structured("a"), structured("b")])
-    assert results.errors == {"a": "structured_outputs: the grammar could not be compiled: RuntimeError"}
+    assert results.errors == {"a": "the grammar of structured_outputs could not be compiled: RuntimeError"}
     assert results.finished["b"] is FinishReason.STOP
+
+
+def test_an_engine_that_cannot_create_its_compiler_does_not_blame_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(GrammarCompiler, "__init__", fail)
+    results = outputs([structured("a"), core_request("plain")])
+    assert results.errors == {"a": "the compiler of grammars could not be created: OSError: no space left"}
+    assert not is_caused_by_request(results.errors["a"])
 
 
 def test_a_grammar_that_is_too_complex_where_the_output_is_ends_its_request_only(
@@ -200,8 +211,10 @@ def test_a_grammar_that_is_too_complex_where_the_output_is_ends_its_request_only
 
 LONG_TEXT = {"json": {"type": "string", "minLength": 150, "maxLength": 160}}
 FEW_STATES = 120
+GRAMMARS = ("engine/headrace_engine/grammar", "engine/headrace_engine/core/grammars.py")
 
 
+@pytest.mark.rotated(*GRAMMARS)
 def test_an_output_that_fills_its_automaton_goes_on_to_its_full_length() -> None:
     form = {"json": {"type": "string", "minLength": 9000, "maxLength": 9000}}
     runner = FakeRunner(max_model_len=9100, block_size=64)
@@ -285,6 +298,7 @@ def test_a_request_that_waits_for_another_automaton_can_be_aborted_and_is_no_new
     assert core.scheduler.kv.pool.num_free == core.scheduler.kv.pool.num_usable
 
 
+@pytest.mark.rotated(*GRAMMARS)
 def test_an_attempt_resumes_behind_more_output_than_one_automaton_holds() -> None:
     form = {"json": {"type": "string", "minLength": 30_000, "maxLength": 30_000}}
     output = encode('"' + "ab01" * 7400)
@@ -298,9 +312,9 @@ def test_others_go_on_while_a_grammar_is_compiled(monkeypatch: pytest.MonkeyPatc
     release = threading.Event()
     compile_it = GrammarCompiler.compile
 
-    def slow_compile(self: GrammarCompiler, *args: Any) -> Any:
+    def slow_compile(self: GrammarCompiler, *args: Any, **named: Any) -> Any:
         assert release.wait(60)
-        return compile_it(self, *args)
+        return compile_it(self, *args, **named)
 
     monkeypatch.setattr(GrammarCompiler, "compile", slow_compile)
     core = core_of(num_blocks=200)

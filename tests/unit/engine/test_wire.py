@@ -1,4 +1,4 @@
-"""What travels between the doors and the core survives msgpack; what a config must refuse."""
+"""Messages to and from the core survive msgpack; a wrong config is refused."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import msgpack
 import pytest
 
-from headrace_engine.config import EngineConfig
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
-from headrace_engine.request import EngineCoreRequest, FinishReason
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.request import EngineCoreRequest, FinishReason
 from unit.engine.fake_runner import fake_config
 from unit.engine.requests import core_request, request
 
@@ -73,12 +73,12 @@ def test_all_wrong_options_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         EngineArgs(model="", **wrong).create_engine_config()
     for part in (
-        "dtype is 'int4', allowed are auto, float32, bfloat16",
-        "scheduling_policy is 'lottery', allowed are fcfs, priority",
-        "block_size is 0, must be an integer of at least 1",
-        "max_num_seqs is 'many', must be an integer of at least 1",
-        "max_num_batched_tokens is True, must be an integer of at least 1",
-        "model is empty",
+        "dtype must be one of auto, float32, bfloat16, got 'int4'",
+        "scheduling_policy must be one of fcfs, priority, got 'lottery'",
+        "block_size must be an integer of at least 1, got 0",
+        "max_num_seqs must be an integer of at least 1, got 'many'",
+        "max_num_batched_tokens must be an integer of at least 1, got True",
+        "model must be a model folder or a hub name, got ''",
     ):
         assert part in str(refused.value)
 

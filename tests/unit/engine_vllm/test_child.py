@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace_engine.core.process import EngineCoreProcess
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
+from headrace_engine.options.engine_args import EngineArgs
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def refusal() -> str:
 
 def test_another_version_is_refused_with_both_numbers(fake_vllm: Path) -> None:
     (fake_vllm / "version.py").write_text('__version__ = "0.28.1+cpu"\n')
-    assert "vLLM is 0.28.1+cpu, supported are >=0.29,<0.34" in refusal()
+    assert "vLLM must be >=0.29,<0.34, got 0.28.1+cpu" in refusal()
 
 
 def test_a_broken_environment_is_named_with_its_own_words(fake_vllm: Path) -> None:

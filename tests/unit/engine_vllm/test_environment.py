@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_engine.config import CacheConfig, EngineConfig, ModelConfig
+from headrace_engine.options.config import CacheConfig, EngineConfig, ModelConfig
 from headrace_engine_vllm import environment
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.config import EngineConfig
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.options.engine_args import EngineArgs
 from headrace_engine_vllm.options import vllm_options
 
 
@@ -118,12 +118,12 @@ def test_an_option_that_vllm_has_not_is_refused_by_name(given: dict[str, Any]) -
     ],
 )
 def test_an_engine_arg_that_headrace_needs_is_refused_by_name(engine_args: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"engine_args.{next(iter(engine_args))}|holds {next(iter(engine_args))}"):
+    with pytest.raises(ConfigError, match=f"engine_args.{next(iter(engine_args))}|contains {next(iter(engine_args))}"):
         config(engine_args=engine_args)
 
 
 def test_the_name_that_headrace_has_for_an_engine_arg_is_told() -> None:
-    with pytest.raises(ConfigError, match="give it as kv_cache_memory beside engine_args"):
+    with pytest.raises(ConfigError, match="give it as the option kv_cache_memory instead"):
         config(engine_args={"kv_cache_memory_bytes": 1 << 30})
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.errors import ConfigError
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.options.capabilities import EngineCapabilities
+from headrace_engine.requests.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine_vllm.probe import exact_resume
 

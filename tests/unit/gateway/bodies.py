@@ -7,10 +7,10 @@ import msgspec
 from hypothesis import strategies as st
 
 from headrace_broker import RegisteredModel
-from headrace_broker.model_traits import TemplateTraits
-from headrace_gateway import field_tables
-from headrace_gateway.call import Call
+from headrace_broker.models.traits import TemplateTraits
 from headrace_gateway.errors import ApiError
+from headrace_gateway.requests import field_tables
+from headrace_gateway.requests.call import Call
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hello"}
@@ -18,7 +18,7 @@ RESPONSE: dict[str, Any] = {"model": "m", "input": "hello"}
 
 
 def model(**traits: Any) -> RegisteredModel:
-    """A model; traits of its chat template, and `tool_parser` or `reasoning_parser`."""
+    """Return a model with these features of its chat template, and a `tool_parser` or `reasoning_parser`."""
     parsers = {name: traits.pop(name) for name in ("tool_parser", "reasoning_parser") if name in traits}
     template = TemplateTraits(**{"exists": True, "tools": True, **traits})
     return RegisteredModel("m", 100, 1.0, "w", template=template, **parsers)
@@ -30,7 +30,7 @@ def outcome(read: Callable[..., Call], body: dict[str, Any], **context: Any) -> 
         call = read(body, **context)
     except ApiError as error:
         return error
-    msgspec.msgpack.encode(call.form)  # the envelope must be able to hold every accepted body
+    msgspec.msgpack.encode(call.options)  # the envelope must be able to hold every accepted body
     return None
 
 

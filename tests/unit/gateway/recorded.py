@@ -1,17 +1,21 @@
 """Streams as workers write them, and the answer that a gateway writes of one, however it is read."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 from hypothesis import strategies as st
 
 from headrace_broker import ChunkEvent, EndEvent, StartEvent, StreamEvent, StreamExpiredError, Usage
-from headrace_broker.results import ErrorInfo, Logprob
-from headrace_gateway.answer_reader import AnswerReader, Position
-from headrace_gateway.call import AnswerForm
-from headrace_gateway.cursor import Cursor
-from headrace_gateway.envelope import Envelope
+from headrace_broker.results import ErrorInfo, TokenLogprob
+from headrace_gateway.answers.complete_answer import CompleteAnswer
+from headrace_gateway.answers.envelope import Envelope
+from headrace_gateway.answers.reader import AnswerReader, Cursor, Position
+from headrace_gateway.anthropic.endpoints import MESSAGES
+from headrace_gateway.chat.endpoints import CHAT
+from headrace_gateway.completions.endpoints import COMPLETIONS
+from headrace_gateway.requests.call import AnswerOptions
+from headrace_gateway.responses.endpoints import RESPONSES
 
 ID = "chatcmpl-" + "0123456789abcdef" * 2
 PIECES = ["", " a", "é", "<th", "ink>", "</think>", "\n\n", '{"name": "f", ', '"arguments": {"a": "x"}}', "<tool_call>"]
@@ -20,9 +24,9 @@ PROMPT = "p1p2p3p4p5"
 PROMPT_TOKENS = 5
 
 
-def envelope_of(form: AnswerForm) -> Envelope:
+def envelope_of(options: AnswerOptions) -> Envelope:
     return Envelope(
-        id=ID, request_ids=(ID,), created=1, model="tiny", key="anyone", tenant=None, form=form, expires=3600
+        id=ID, request_ids=(ID,), created=1, model="tiny", key="anyone", tenant=None, options=options, expires=3600
     )
 
 
@@ -50,7 +54,7 @@ def entry_lists(draw: st.DrawFn, *, n: int, has_logprobs: bool) -> list[StreamEv
         logprobs = [[_logprob(token)] for token in token_ids] if has_logprobs else None
         scores = None
         if index == 0 and not has_scores:  # a prompt's are in the first chunk of choice 0
-            scores = [None, *([Logprob(each, -0.5, 1, f"p{each}", f"p{each}".encode())] for each in range(2, 6))]
+            scores = [None, *([TokenLogprob(each, -0.5, 1, f"p{each}", f"p{each}".encode())] for each in range(2, 6))]
             has_scores = True
         entries.append(
             ChunkEvent(
@@ -79,8 +83,8 @@ def _end(code: str | None, attempt: int, offset: int) -> EndEvent:
     return EndEvent(f"{attempt}-{offset + 1}", attempt, offset, "stop" if code is None else "error", usage, error)
 
 
-def _logprob(token: int) -> Logprob:
-    return Logprob(token, -float("inf") if token == 0 else -0.5, 1, f"t{token}", f"t{token}".encode())
+def _logprob(token: int) -> TokenLogprob:
+    return TokenLogprob(token, -float("inf") if token == 0 else -0.5, 1, f"t{token}", f"t{token}".encode())
 
 
 class ReadSoFar:
@@ -97,14 +101,24 @@ class ReadSoFar:
 
 
 async def read_answer(
-    form: AnswerForm, entries: Sequence[StreamEvent], sizes: Sequence[int] = (), after: Position | None = None
+    options: AnswerOptions, entries: Sequence[StreamEvent], sizes: Sequence[int] = (), after: Position | None = None
 ) -> list[tuple[bytes, Cursor]]:
     """Return all chunks after the cursor as bytes, each with its cursor."""
     source: Any = ReadSoFar(entries, sizes)
-    reader = AnswerReader(envelope_of(form), source, after)
+    envelope = envelope_of(options)
+    (api,) = (api for api in (CHAT, COMPLETIONS, MESSAGES, RESPONSES) if isinstance(options, api.options))
+    reader = AnswerReader(envelope, api.stream(envelope), source, after)
     written = [(msgspec.json.encode(chunk), cursor) for chunk, cursor in reader.opening()]
     while not reader.has_ended:
         chunks = await reader.take(0)
         assert chunks is not None
         written += [(msgspec.json.encode(chunk), cursor) for chunk, cursor in chunks]
     return written
+
+
+def joined(chunks: Iterable[dict[str, Any]], options: AnswerOptions) -> dict[str, Any]:
+    """Return the answer that is not streamed."""
+    answer = CompleteAnswer(options)
+    for chunk in chunks:
+        answer.add(chunk)
+    return answer.whole()

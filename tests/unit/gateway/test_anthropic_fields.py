@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_broker.chat_rules import MAX_MESSAGES
-from headrace_gateway import anthropic_content, field_tables
-from headrace_gateway.anthropic_errors import anthropic_error, is_anthropic
-from headrace_gateway.anthropic_fields import read_counted, read_message
-from headrace_gateway.broker_errors import unavailable
-from headrace_gateway.call import Call, MessageForm
+from headrace_gateway.anthropic import messages as anthropic_content
+from headrace_gateway.anthropic.fields import read_counted, read_message
 from headrace_gateway.errors import ApiError
+from headrace_gateway.http.broker_errors import unavailable
+from headrace_gateway.http.json import anthropic_error, is_anthropic
+from headrace_gateway.requests import field_tables
+from headrace_gateway.requests.call import Call, MessageOptions
+from headrace_wire.chat import MAX_MESSAGES
 from unit.gateway.bodies import JSON, model, outcome, refusal
 
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
@@ -29,8 +30,8 @@ def read(traits: dict[str, Any] | None = None, **fields: Any) -> Call:
 
 
 def request(traits: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-    (submission,) = read(traits, **fields).submissions
-    return dict(submission)
+    (read_request,) = read(traits, **fields).requests
+    return read_request.to_kwargs()
 
 
 def messages(*turns: tuple[str, Any], **fields: Any) -> list[dict[str, Any]]:
@@ -122,9 +123,9 @@ def test_tools_and_their_choice_become_those_of_a_chat() -> None:
     for choice, forced in (({"type": "auto"}, False), ({"type": "any"}, True), ({"type": "tool", "name": "f"}, True)):
         asked = request(CALLING, tools=[TOOL], tool_choice=choice)
         assert ("structured_outputs" in asked["sampling_params"]) == forced
-    form = read(CALLING, tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True}).form
-    assert isinstance(form, MessageForm)
-    assert (form.parallel_tool_calls, form.tool_parser, form.tools[0].name) == (False, "hermes", "f")
+    options = read(CALLING, tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True}).options
+    assert isinstance(options, MessageOptions)
+    assert (options.parallel_tool_calls, options.tool_parser, options.tools[0].name) == (False, "hermes", "f")
     assert "tools" not in request(CALLING, tools=[TOOL], tool_choice={"type": "none"})
 
 
@@ -142,9 +143,9 @@ def test_thinking_switches_the_templates_reasoning(
     thinking: dict[str, Any] | None, switched: bool, shown: bool
 ) -> None:
     call = read(REASONING, thinking=thinking)
-    assert call.submissions[0]["chat_template_kwargs"] == {"enable_thinking": switched}
-    assert isinstance(call.form, MessageForm)
-    assert call.form.shows_thinking == shown
+    assert call.requests[0].chat_template_kwargs == {"enable_thinking": switched}
+    assert isinstance(call.options, MessageOptions)
+    assert call.options.shows_thinking == shown
     assert "chat_template_kwargs" not in request(thinking={"type": "adaptive"})  # a model that does not reason
 
 
@@ -157,9 +158,9 @@ def test_the_effort_reaches_a_template_that_reads_it() -> None:
 
 def test_sampling_fields_and_stop_sequences_are_translated() -> None:
     schema = {"type": "object"}
-    form = {"format": {"type": "json_schema", "schema": schema}}
+    options = {"format": {"type": "json_schema", "schema": schema}}
     sampling = request(
-        temperature=0.5, top_p=0.9, top_k=3, stop_sequences=["x"], output_config=form, service_tier="auto"
+        temperature=0.5, top_p=0.9, top_k=3, stop_sequences=["x"], output_config=options, service_tier="auto"
     )["sampling_params"]
     assert sampling.pop("structured_outputs")["json"] == schema
     assert sampling == {"temperature": 0.5, "top_p": 0.9, "top_k": 3, "stop": ["x"], "max_tokens": 9}
@@ -168,11 +169,11 @@ def test_sampling_fields_and_stop_sequences_are_translated() -> None:
 def test_a_count_reads_the_same_prompt() -> None:
     fields: dict[str, Any] = {"system": "s", "tools": [TOOL], "thinking": {"type": "adaptive"}}
     known = model(**CALLING, **REASONING)
-    counted = read_counted({"model": "m", "messages": [USER], **fields}, model=known, lora=None).submissions[0]
-    served = read_message({**BODY, **fields}, model=known, lora=None).submissions[0]
+    counted = read_counted({"model": "m", "messages": [USER], **fields}, model=known, lora=None).requests[0]
+    served = read_message({**BODY, **fields}, model=known, lora=None).requests[0]
     for name in ("messages", "tools", "chat_template_kwargs"):
-        assert counted.get(name) == served.get(name) is not None
-    assert refusal(read_counted, BODY, model=known, lora=None).code == "unsupported_parameter"  # max_tokens
+        assert getattr(counted, name) == getattr(served, name) is not None
+    assert list(read_counted(BODY, model=known, lora=None).ignored) == ["max_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -185,22 +186,20 @@ def test_a_count_reads_the_same_prompt() -> None:
         ({"messages": [USER] * (MAX_MESSAGES + 1)}, f"messages must hold at most {MAX_MESSAGES} messages"),
         ({"messages": ["hello"]}, "messages[0]"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{**USER, "name": "x"}]}, "messages[0]"),
         ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": [IMAGE]}]},
-            "messages[0].content[0].type must be one of text, tool_result, not 'image'",
+            "messages[0].content[0].type must be one of text, tool_result, got 'image'",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "'document'"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}]}, "unknown field 'b'"),
         (
             {
                 "messages": [
                     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}
                 ]
             },
-            "messages[0].content[0].content[0].type must be one of text, not 'image'",
+            "messages[0].content[0].content[0].type must be one of text, got 'image'",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "'tool_use'"),
         ({"messages": [{"role": "assistant", "content": [{"type": "redacted_thinking"}]}]}, "'redacted_thinking'"),
@@ -209,44 +208,73 @@ def test_a_count_reads_the_same_prompt() -> None:
             "messages[0].content[0].input",
         ),
         ({"system": 1}, "system"),
-        ({"system": [IMAGE]}, "system[0].type must be one of text, not 'image'"),
+        ({"system": [IMAGE]}, "system[0].type must be one of text, got 'image'"),
         ({"temperature": 1.5}, "temperature"),
         ({"top_p": 2}, "top_p"),
         ({"top_k": "x"}, "top_k"),
         ({"stop_sequences": "x"}, "stop_sequences"),
         ({"stop_sequences": [""]}, "stop_sequences"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type must be custom"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         (
             {"tools": [{**TOOL, "input_schema": {"const": 2**70}}]},
             "tools[0].input_schema must hold integers of 64 bits",
         ),
         ({"tools": [{**TOOL, "name": "f g"}]}, "tools[0].name"),
-        ({"tools": [{**TOOL, "colour": 1}]}, "colour"),
         ({"tools": [TOOL, TOOL]}, "distinct names"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": "auto"}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice any needs tools"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "this model does not reason"),
-        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 7}}, "thinking.budget_tokens"),
         ({"thinking": {"type": "adaptive", "display": "all"}}, "thinking.display"),
-        ({"thinking": {"type": "much"}}, "thinking must be"),
+        ({"thinking": {"type": "much"}}, "thinking.type must be"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format"),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {}}}, "tools": [TOOL]},
             "output_config.format excludes tools",
         ),
-        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
-        *(({"context_management": {"edits": edits}}, "context_management") for edits in (5, True, "x", {"a": 1}, [5])),
-        ({"speed": "fast"}, "speed"),
-        ({"n": 2}, "unknown field 'n'"),
         *(({name: "x"}, name) for name in field_tables.MESSAGES_REFUSED),
     ],
 )
 def test_each_problem_names_its_field(fields: dict[str, Any], named: str) -> None:
     error = refusal(read_message, {**BODY, **fields}, model=model(**CALLING), lora=None)
     assert named in error.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"n": 2, "thread": {}}, "n thread"),
+        ({"messages": [{**USER, "name": "x"}]}, "messages[].name"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]}]},
+            "messages[].content[].b",
+        ),
+        ({"tools": [TOOL, {"type": "bash_20250124", "name": "bash"}]}, "tools[bash_20250124]"),
+        ({"tools": [{**TOOL, "colour": 1}]}, "tools[].colour"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"output_config": {"effort": "high"}}, "output_config.effort"),
+        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management"),
+        *(({"context_management": {"edits": edits}}, "context_management") for edits in (5, True, "x", {"a": 1}, [5])),
+        ({"speed": "fast"}, "speed"),
+    ],
+)
+def test_what_has_no_effect_is_ignored_and_named(fields: dict[str, Any], named: str) -> None:
+    call = read_message({**BODY, **fields}, model=model(**CALLING), lora=None)
+    assert list(call.ignored) == named.split()
+    assert "colour" not in repr([each.to_kwargs() for each in call.requests])
+
+
+def test_a_block_as_the_sdk_sends_it_back_is_accepted() -> None:
+    """`model_dump()` writes null for every field that the answer does not have."""
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": {"x": None}, "caller": None, "toolset_name": None}
+    text = {"type": "text", "text": "so", "citations": None}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": None, "is_error": None, "cache_control": None}
+    turns = [USER, {"role": "assistant", "content": [text, use]}, {"role": "user", "content": [result]}]
+    call = read_message({**BODY, "tools": [TOOL], "messages": turns}, model=model(**CALLING), lora=None)
+    assert call.ignored == {}
+    (_, turn, _) = call.requests[0].messages or ()
+    assert turn["tool_calls"][0]["function"]["arguments"] == '{"x":null}'
 
 
 _WORDS = st.sampled_from(
@@ -307,3 +335,8 @@ def test_errors_have_anthropics_statuses_and_types(error: ApiError, status: int,
 def test_only_paths_of_anthropics_api_have_its_errors() -> None:
     assert all(map(is_anthropic, ("/v1/messages", "/v1/messages/x", "/v1/messages/count_tokens")))
     assert not any(map(is_anthropic, ("/v1/messagesx", "/v1", "/v1/chat/completions", "/tokenize")))
+
+
+def test_think_tags_that_are_special_tokens_are_asked_for() -> None:
+    call = read_message(BODY, model=model(reasoning_parser="think", special_think_tags=True), lora=None)
+    assert call.requests[0].sampling_params["skip_special_tokens"] is False

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from headrace_gateway import ApiError
-from headrace_gateway.batch_line import ENDPOINTS, MAX_LINE_BYTES, BatchLine, read_line
-from headrace_gateway.call import ChatForm, CompletionForm
+from headrace_gateway.batch.line import ENDPOINTS, MAX_LINE_BYTES, BatchLine, read_call, read_line
+from headrace_gateway.requests.call import ChatOptions, CompletionOptions
 from unit.gateway.bodies import CHAT, COMPLETION, model
 
 LINE: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
@@ -50,11 +50,11 @@ def test_a_line_over_the_maximum_length_is_refused() -> None:
 
 
 def test_a_body_is_read_as_its_endpoint_reads_it() -> None:
-    assert isinstance(read().read_call(model(), None).form, ChatForm)
+    assert isinstance(read_call(read().raw, model(), None).options, ChatOptions)
     completion = read(url="/v1/completions", body=COMPLETION)
-    assert isinstance(completion.read_call(model(), None).form, CompletionForm)
+    assert isinstance(read_call(completion.raw, model(), None).options, CompletionOptions)
     with pytest.raises(ApiError, match="temperature"):
-        read(body={**CHAT, "temperature": -1}).read_call(model(), None)
+        read_call(read(body={**CHAT, "temperature": -1}).raw, model(), None)
     assert set(ENDPOINTS) == {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
 
 

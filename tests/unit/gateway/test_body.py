@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.types import Message
 
-from headrace_gateway.body import read_json
 from headrace_gateway.errors import ApiError
+from headrace_gateway.requests.body import read_json
 
 JSON = "application/json"
 

@@ -1,42 +1,18 @@
 """The body of `POST /v1/chat/completions`: how each field is translated, and the error of each invalid one."""
 
+import difflib
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from openai.types.chat import completion_create_params
 
-from headrace_broker import RegisteredModel
-from headrace_gateway import field_tables
-from headrace_gateway.call import Call, ChatForm
-from headrace_gateway.chat_fields import read_chat
-from headrace_gateway.errors import ApiError
-from unit.gateway.bodies import BODIES, CHAT, JSON, model, outcome, refusal
-
-PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
-PAINT: dict[str, Any] = {"type": "function", "function": {"name": "paint", "parameters": PARAMETERS}}
-STRICT: dict[str, Any] = {"type": "function", "function": {**PAINT["function"], "strict": True}}
-ERASE: dict[str, Any] = {"type": "function", "function": {"name": "erase"}}
-NAMED = {"type": "function", "function": {"name": "paint"}}
-HERMES = model(tool_parser="hermes")
-
-
-def read(registered: RegisteredModel | None = None, **fields: Any) -> Call:
-    return read_chat({**CHAT, **fields}, model=registered or model(), lora=None)
-
-
-def sampling(registered: RegisteredModel | None = None, **fields: Any) -> dict[str, Any]:
-    return dict(read(registered, **fields).submissions[0]["sampling_params"] or {})
-
-
-def form(registered: RegisteredModel | None = None, **fields: Any) -> ChatForm:
-    made = read(registered, **fields).form
-    assert isinstance(made, ChatForm)
-    return made
-
-
-def wrong(registered: RegisteredModel | None = None, **fields: Any) -> ApiError:
-    return refusal(read_chat, {**CHAT, **fields}, model=registered or model(), lora=None)
+from headrace_gateway.chat.fields import read_chat
+from headrace_gateway.requests import field_tables, problems
+from headrace_gateway.requests.call import ChatOptions
+from unit.gateway.bodies import BODIES, CHAT, JSON, model, outcome
+from unit.gateway.chat_bodies import HERMES, NAMED, PAINT, options, read, sampling, wrong
 
 
 @pytest.mark.parametrize("name", ["CompletionCreateParamsNonStreaming", "CompletionCreateParamsStreaming"])
@@ -111,19 +87,16 @@ def test_each_sampling_parameter_goes_into_the_queue(name: str) -> None:
         *(({name: {}}, name, "invalid_request") for name in ("temperature", "top_p", "top_k", "min_p", "n", "seed")),
         *(({name: []}, name, "invalid_request") for name in ("presence_penalty", "frequency_penalty", "logit_bias")),
         *(({name: "yes"}, name, "invalid_request") for name in ("ignore_eos", "skip_special_tokens", "min_tokens")),
-        ({"top_p": 0}, "top_p", "invalid_request"),
         ({"n": 65}, "n", "invalid_request"),
         ({"n": 2, "temperature": 0}, "n", "invalid_request"),
         ({"seed": 2**63}, "seed", "invalid_request"),
         ({"seed": 10**5000}, "seed", "invalid_request"),
-        ({"stop": [""]}, "stop", "invalid_request"),
         ({"stop": ["a"] * 17}, "stop", "invalid_request"),
         ({"vllm_xargs": 5}, "vllm_xargs", "invalid_request"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "invalid_request"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "invalid_request"),
         ({"stream": "yes"}, "stream", "invalid_request"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_request"),
         ({"stream": True, "stream_options": []}, "stream_options", "invalid_request"),
-        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unsupported_parameter"),
         (
             {"stream": True, "stream_options": {"include_usage": 1}},
             "stream_options.include_usage",
@@ -141,22 +114,15 @@ def test_each_sampling_parameter_goes_into_the_queue(name: str) -> None:
         ({"service_tier": "best"}, "service_tier", "invalid_request"),
         ({"response_format": "json"}, "response_format.type", "invalid_request"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_request"),
-        ({"response_format": {"type": "text", "x": 1}}, "response_format.x", "unsupported_parameter"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema", "invalid_request"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
-            "response_format.json_schema.x",
-            "unsupported_parameter",
-        ),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
             "response_format",
             "invalid_request",
         ),
-        ({"store": True}, "store", "unsupported_parameter"),
         ({"store": "no"}, "store", "invalid_request"),
         ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
-        ({"verbosity": "low"}, "verbosity", "unsupported_parameter"),
+        ({"verbosity": "much"}, "verbosity", "invalid_request"),
         ({"metadata": {"a": 1}}, "metadata", "invalid_request"),
         ({"metadata": {"a": "x" * 513}}, "metadata", "invalid_request"),
         ({"metadata": {"a" * 65: "x"}}, "metadata", "invalid_request"),
@@ -168,13 +134,13 @@ def test_each_sampling_parameter_goes_into_the_queue(name: str) -> None:
         ({"add_generation_prompt": 1}, "add_generation_prompt", "invalid_request"),
         ({"continue_final_message": True}, "add_generation_prompt", "invalid_request"),
         ({"reasoning_effort": "much"}, "reasoning_effort", "invalid_request"),
-        ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", "invalid_request"),
         ({"include_reasoning": 1}, "include_reasoning", "invalid_request"),
         ({"return_token_ids": 1}, "return_token_ids", "invalid_request"),
         ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids", "invalid_request"),
-        ({"max_new_token": 1}, "max_new_token", "unsupported_parameter"),
-        ({"x" * 1000: 1}, "x" * 64, "unsupported_parameter"),
+        ({"max_token": 1}, "max_token", "unsupported_parameter"),
+        ({"maxTokens": 1}, "maxTokens", "unsupported_parameter"),
+        ({"temprature": 1}, "temprature", "unsupported_parameter"),
     ],
 )
 def test_an_invalid_value_is_reported_with_its_field(fields: dict[str, Any], param: str, code: str) -> None:
@@ -194,12 +160,15 @@ def test_an_invalid_value_is_reported_with_its_field(fields: dict[str, Any], par
         ([{"role": "user"}], "messages[0].content", "invalid_request"),
         ([{"role": "user", "content": None}], "messages[0].content", "invalid_request"),
         ([{"role": "user", "content": 5}], "messages[0].content", "invalid_request"),
-        ([{"role": "user", "content": "x", "colour": 1}], "messages[0].colour", "unsupported_parameter"),
         ([{"role": "assistant"}], "messages[0].content", "invalid_request"),
         ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls", "invalid_request"),
         ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id", "invalid_request"),
-        ([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{}]}], "messages[1]", None),
-        ([{"role": "user", "content": "x", "name": "\n"}], "messages[0]", "invalid_request"),
+        (
+            [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{}]}],
+            "messages[1].tool_calls[0].function",
+            None,
+        ),
+        ([{"role": "user", "content": "x", "name": "\n"}], "messages[0].name", "invalid_request"),
         (
             [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]}],
             "messages[0].content[1].type",
@@ -218,27 +187,125 @@ def test_an_invalid_message_is_reported_with_its_index(messages: Any, param: str
 def test_messages_reach_the_template_as_it_knows_them() -> None:
     calls = [{"id": "call_1", "type": "function", "function": {"name": "paint", "arguments": "{}"}}]
     messages = [
-        {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
+        {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "brief"}]},
         {"role": "assistant", "content": None, "tool_calls": calls, "refusal": None, "annotations": [], "audio": None},
         {"role": "tool", "tool_call_id": "call_1", "content": "done"},
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "reasoning_content": "hm"},
         {"role": "assistant", "content": None, "refusal": "never"},
     ]
-    sent = read(messages=messages).submissions[0]["messages"]
+    sent = read(messages=messages).requests[0].messages
     assert sent == [
-        {"role": "system", "content": "be brief"},
+        {"role": "system", "content": "be\nbrief"},
         {"role": "assistant", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "call_1", "content": "done"},
         {"role": "assistant", "content": "no", "reasoning_content": "hm"},
         {"role": "assistant", "content": "never"},
     ]
-    (first, *_) = read(model(developer=True), messages=messages).submissions[0]["messages"] or ()
+    (first, *_) = read(model(developer=True), messages=messages).requests[0].messages or ()
     assert first["role"] == "developer"
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"chat_id": "7", "num_ctx": 2048, "options": {}, "keep_alive": -1}, "chat_id num_ctx options keep_alive"),
+        ({"x" * 1000: 1}, "x" * 64),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"response_format": {"type": "text", "x": 1}}, "response_format.x"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}}},
+            "response_format.json_schema.x",
+        ),
+        ({"store": True}, "store"),
+        ({"verbosity": "low"}, "verbosity"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"tools": [{"type": "web_search"}, PAINT]}, "tools[web_search]"),
+        ({"tools": [{**PAINT, "strict": True}]}, "tools[].strict"),
+        ({"tools": [{"type": "function", "function": {"name": "x", "colour": 1}}]}, "tools[].function.colour"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "x", "timestamp": 7},
+                    {"role": "assistant", "content": "y", "thinking_blocks": [], "id": "a"},
+                    {"role": "user", "content": "z", "timestamp": 8},
+                ]
+            },
+            "messages[].timestamp messages[].thinking_blocks messages[].id",
+        ),
+    ],
+)
+def test_what_has_no_effect_is_ignored_and_named(fields: dict[str, Any], named: str) -> None:
+    call = read(HERMES, **fields)
+    assert list(call.ignored) == named.split()
+    assert all(call.ignored.values())
+    assert not {"colour", "timestamp", "web_search"} & set(re.findall(r"\w+", repr(call.requests[0].to_kwargs())))
+
+
+def test_unknown_fields_of_a_call_are_not_shown_to_the_model() -> None:
+    function = {"name": "paint", "arguments": "{}"}
+    call = {"id": "call_1", "type": "function", "function": function}
+    turn = {"role": "assistant", "tool_calls": [{**call, "extra_content": {"google": {"thought_signature": "x"}}}]}
+    made = read(messages=[*CHAT["messages"], turn, {"role": "tool", "tool_call_id": "call_1", "content": "done"}])
+    assert (made.requests[0].messages or ())[1] == {"role": "assistant", "tool_calls": [call]}
+    assert list(made.ignored) == ["messages[].tool_calls[].extra_content"]
+
+
+def test_refused_fields_that_ask_for_nothing_are_accepted() -> None:
+    assert read(functions=[], use_beam_search=False, chat_template="") == read()
+
+
+def test_what_openai_takes_as_absent_or_as_the_least_is_taken() -> None:
+    assert sampling(stop="")["stop"] == sampling(stop=[""])["stop"] == []
+    assert sampling(stop=["", "a"])["stop"] == ["a"]
+    assert 0 < sampling(top_p=0)["top_p"] < 1e-6
+    assert read(prompt_cache_key="") == read()
+
+
+NESTED = {
+    "stream": True,
+    "stream_options": {"include_usage": None},
+    "response_format": {"type": "text", "json_schema": None},
+    "tools": [{**PAINT, "function": {**PAINT["function"], "description": None, "strict": None}, "cache": None}],
+    "tool_choice": {**NAMED, "allowed_tools": None},
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": None}], "name": None},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "c", "index": None, "type": "function", "function": {"name": "f", "arguments": '{"x": null}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "done", "name": None},
+    ],
+}
+
+
+def present(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: present(each) for name, each in value.items() if each is not None}
+    return [present(each) for each in value] if isinstance(value, list) else value
+
+
+def test_null_counts_as_absent_at_every_depth() -> None:
+    chat = {**NESTED, "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": None}}}
+    for fields in (NESTED, {**chat, "tools": None, "tool_choice": None}):
+        assert read(HERMES, **fields) == read(HERMES, **present(fields))
+        assert read(HERMES, **fields).ignored == {}
+
+
+def test_nulls_of_a_schema_are_kept() -> None:
+    schema = {"type": "object", "properties": {"x": {"enum": ["a", None], "default": None}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    assert (read(HERMES, tools=[tool]).requests[0].tools or ())[0]["function"]["parameters"] == schema
+    options = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    assert sampling(response_format=options)["structured_outputs"]["json"] == schema
+    assert sampling(structured_outputs={"json": schema})["structured_outputs"]["json"] == schema
+
+
 def test_one_error_lists_all_problems() -> None:
-    error = wrong(colour=1, temperature=-1, n="two", messages=[{"role": "clown"}], max_tokens=0, metadata=5)
-    for told in ("colour", "temperature", "n must", "messages[0].role", "max_tokens", "metadata"):
+    error = wrong(max_token=1, temperature=-1, n="two", messages=[{"role": "clown"}], max_tokens=0, metadata=5)
+    for told in ("max_token", "temperature", "n must", "messages[0].role", "max_tokens", "metadata"):
         assert told in error.message
 
 
@@ -270,7 +337,7 @@ def test_errors_never_quote_the_request() -> None:
 
 def test_no_value_of_max_tokens_means_the_rest_of_the_context() -> None:
     assert sampling()["max_tokens"] == 100
-    assert read_chat(CHAT, model=None, lora=None).submissions[0]["sampling_params"] == {"max_tokens": 2**31 - 1}
+    assert read_chat(CHAT, model=None, lora=None).requests[0].sampling_params == {"max_tokens": 2**31 - 1}
     assert sampling(max_tokens=5)["max_tokens"] == sampling(max_completion_tokens=5)["max_tokens"] == 5
     assert sampling(max_tokens=5, max_completion_tokens=5)["max_tokens"] == 5
 
@@ -283,14 +350,14 @@ def test_logprobs_are_alternatives_of_each_position() -> None:
     assert "logprobs" not in sampling()
     assert "logprobs" not in sampling(logprobs=False)
     assert sampling(logprobs=True)["logprobs"] == 0
-    assert sampling(logprobs=True, top_logprobs=7)["logprobs"] == form(logprobs=True, top_logprobs=7).logprobs == 7
+    assert sampling(logprobs=True, top_logprobs=7)["logprobs"] == options(logprobs=True, top_logprobs=7).logprobs == 7
 
 
 def test_usage_in_every_chunk_needs_usage() -> None:
     asked = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
-    made = form(stream=True, stream_options=asked)
+    made = options(stream=True, stream_options=asked)
     assert (made.include_usage, made.continuous_usage) == (True, True)
-    made = form(stream=True, stream_options={"continuous_usage_stats": True})
+    made = options(stream=True, stream_options={"continuous_usage_stats": True})
     assert (made.include_usage, made.continuous_usage) == (False, False)
     assert read(stream=True).stream
 
@@ -313,15 +380,6 @@ def test_an_invalid_schema_is_reported_as_the_response_format() -> None:
         assert wrong(response_format=described).param == "response_format"
 
 
-def test_a_response_format_with_tools_is_refused_unless_tool_choice_is_none() -> None:
-    json_object = {"type": "json_object"}
-    assert wrong(HERMES, response_format=json_object, tools=[PAINT]).param == "response_format"
-    assert wrong(HERMES, response_format=json_object, tools=[PAINT], tool_choice="required").param == "response_format"
-    assert sampling(response_format=json_object, tools=[PAINT], tool_choice="none")["structured_outputs"]
-    assert sampling(response_format=json_object, tools=[])["structured_outputs"]
-    assert "structured_outputs" not in sampling(HERMES, response_format={"type": "text"}, tools=[PAINT])
-
-
 @pytest.mark.parametrize(
     ("fields", "priority", "tier"),
     [
@@ -338,206 +396,20 @@ def test_a_response_format_with_tools_is_refused_unless_tool_choice_is_none() ->
 )
 def test_the_service_tier_is_a_priority(fields: dict[str, Any], priority: int | None, tier: str | None) -> None:
     call = read(**fields)
-    assert isinstance(call.form, ChatForm)
-    assert (call.priority, call.form.service_tier) == (priority, tier)
-
-
-def test_reasoning_effort_sets_the_variables_that_the_template_reads() -> None:
-    def variables(registered: RegisteredModel, **fields: Any) -> Any:
-        return read(registered, **fields).submissions[0].get("chat_template_kwargs")
-
-    switched, graded = model(thinking="enable_thinking"), model(reasoning_effort=True)
-    assert variables(switched, reasoning_effort="none") == {"enable_thinking": False}
-    assert variables(switched, reasoning_effort="low") == {"enable_thinking": True}
-    assert variables(graded, reasoning_effort="low") == {"reasoning_effort": "low"}
-    assert variables(model(), reasoning_effort="none") is None
-    given_too = variables(switched, reasoning_effort="low", chat_template_kwargs={"enable_thinking": False, "x": 1})
-    assert given_too == {"enable_thinking": False, "x": 1}
+    assert isinstance(call.options, ChatOptions)
+    assert (call.priority, call.options.service_tier) == (priority, tier)
 
 
 def test_a_message_can_be_continued() -> None:
-    request = read(continue_final_message=True, add_generation_prompt=False).submissions[0]
-    assert (request["continue_final_message"], request["add_generation_prompt"]) == (True, False)
+    request = read(continue_final_message=True, add_generation_prompt=False).requests[0]
+    assert (request.continue_final_message, request.add_generation_prompt) == (True, False)
 
 
 def test_metadata_and_the_adapter_are_kept() -> None:
     call = read_chat({**CHAT, "metadata": {"a": "b"}}, model=model(), lora="french")
-    assert isinstance(call.form, ChatForm)
-    assert call.form.metadata == {"a": "b"}
-    assert call.submissions[0]["lora"] == "french"
-
-
-@pytest.mark.parametrize(
-    ("tools", "param", "code"),
-    [
-        (5, "tools", "invalid_request"),
-        ([PAINT] * 129, "tools", "invalid_request"),
-        ([PAINT, PAINT], "tools", "invalid_request"),
-        ([{"type": "custom", "custom": {"name": "x"}}], "tools[0].type", "unsupported"),
-        (["paint"], "tools[0].type", "unsupported"),
-        ([PAINT, {"type": "function", "function": {"name": "a b"}}], "tools[1].function.name", "invalid_request"),
-        ([{"type": "function", "function": {"name": "x" * 65}}], "tools[0].function.name", "invalid_request"),
-        ([{"type": "function", "function": {}}], "tools[0].function.name", "invalid_request"),
-        ([{**PAINT, "strict": True}], "tools[0].strict", "unsupported_parameter"),
-        (
-            [{"type": "function", "function": {"name": "x", "parameters": "none"}}],
-            "tools[0].function.parameters",
-            "invalid_request",
-        ),
-        (
-            [{"type": "function", "function": {"name": "x", "description": 5}}],
-            "tools[0].function.description",
-            "invalid_request",
-        ),
-        (
-            [{"type": "function", "function": {"name": "x", "strict": 1}}],
-            "tools[0].function.strict",
-            "invalid_request",
-        ),
-        (
-            [{"type": "function", "function": {"name": "x", "colour": 1}}],
-            "tools[0].function.colour",
-            "unsupported_parameter",
-        ),
-    ],
-)
-def test_an_invalid_tool_is_reported_with_its_index(tools: Any, param: str, code: str) -> None:
-    error = wrong(HERMES, tools=tools)
-    assert (error.param, error.code) == (param, code)
-
-
-@pytest.mark.parametrize(
-    ("choice", "param"),
-    [
-        ("sometimes", "tool_choice"),
-        (5, "tool_choice"),
-        ({"type": "custom"}, "tool_choice"),
-        ({"type": "function", "function": {"name": "swim"}}, "tool_choice.function.name"),
-        ({"type": "function", "name": "paint"}, "tool_choice.function.name"),
-        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "tool_choice.allowed_tools"),
-        ({"type": "allowed_tools", "allowed_tools": {"mode": "x", "tools": [NAMED]}}, "tool_choice.allowed_tools"),
-    ],
-)
-def test_an_invalid_tool_choice_is_reported(choice: Any, param: str) -> None:
-    assert wrong(HERMES, tools=[PAINT], tool_choice=choice).param == param
-
-
-def test_a_forced_choice_needs_tools() -> None:
-    assert wrong(tool_choice="required").param == "tool_choice"
-    read(tool_choice="none")
-    read(tool_choice="auto")
-
-
-def test_no_choice_hides_the_tools() -> None:
-    call = read(HERMES, tools=[PAINT], tool_choice="none")
-    assert "tools" not in call.submissions[0]
-    assert isinstance(call.form, ChatForm)
-    assert (call.form.tool_parser, call.form.tools) == (None, ())
-
-
-def test_tools_are_shown_to_the_template_and_read_by_the_models_parser() -> None:
-    call = read(HERMES, tools=[PAINT, ERASE])
-    assert call.submissions[0]["tools"] == [PAINT, ERASE]
-    assert isinstance(call.form, ChatForm)
-    assert call.form.tool_parser == "hermes"
-    assert [tool.name for tool in call.form.tools] == ["paint", "erase"]
-    assert "structured_outputs" not in (call.submissions[0]["sampling_params"] or {})
-
-
-def test_a_template_without_tool_support_accepts_tools_only_if_a_call_is_forced() -> None:
-    plain = model(tools=False)
-    error = wrong(plain, tools=[PAINT])
-    assert (error.param, error.code) == ("tools", "unsupported")
-    for choice in ("required", NAMED):
-        call = read(plain, tools=[PAINT], tool_choice=choice)
-        assert "tools" not in call.submissions[0]
-        assert "grammar" in (call.submissions[0]["sampling_params"] or {})["structured_outputs"]
-
-
-def test_allowed_tools_bind_the_choice_but_all_are_shown() -> None:
-    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
-    call = read(HERMES, tools=[PAINT, ERASE], tool_choice=choice)
-    assert call.submissions[0]["tools"] == [PAINT, ERASE]
-    assert isinstance(call.form, ChatForm)
-    assert [tool.name for tool in call.form.tools] == ["paint"]
-    grammar = (call.submissions[0]["sampling_params"] or {})["structured_outputs"]["grammar"]
-    assert "paint" in grammar
-    assert "erase" not in grammar
-
-
-def test_a_forced_call_excludes_structured_outputs() -> None:
-    fields: dict[str, Any] = {"tools": [PAINT], "structured_outputs": {"regex": "a"}}
-    assert wrong(HERMES, tool_choice="required", **fields).param == "tool_choice"
-    assert sampling(HERMES, **fields)["structured_outputs"] == {"regex": "a"}
-
-
-def test_tools_too_large_for_a_grammar_are_reported() -> None:
-    large = {"type": "function", "function": {"name": "x", "parameters": {"enum": ["y" * 70_000]}}}
-    assert wrong(HERMES, tools=[large], tool_choice="required").param == "tools"
-    large["function"]["strict"] = True
-    assert wrong(HERMES, tools=[large]).param == "tools"
-
-
-def test_strict_functions_constrain_calls_that_the_model_chooses() -> None:
-    grammar = sampling(HERMES, tools=[STRICT, ERASE])["structured_outputs"]["grammar"]
-    assert "paint" in grammar
-    assert form(HERMES, tools=[STRICT]).tool_parser == "hermes"
-    one = sampling(HERMES, tools=[STRICT], parallel_tool_calls=False)["structured_outputs"]["grammar"]
-    assert one != sampling(HERMES, tools=[STRICT])["structured_outputs"]["grammar"]
-
-
-def test_strict_functions_constrain_nothing_if_no_text_marks_a_call() -> None:
-    for registered in (model(tool_parser="hermes", special_tags=True), model(tool_parser="mistral"), model()):
-        assert "structured_outputs" not in sampling(registered, tools=[STRICT])
-    assert sampling(HERMES, tools=[STRICT], structured_outputs={"regex": "a"})["structured_outputs"] == {"regex": "a"}
-
-
-def test_reasoning_that_is_switched_off_does_not_come_before_a_forced_call() -> None:
-    thinker = model(tool_parser="hermes", reasoning_parser="think", thinking="enable_thinking")
-    forced: dict[str, Any] = {"tools": [PAINT], "tool_choice": "required"}
-
-    def grammar(**fields: Any) -> str:
-        return str(sampling(thinker, **forced, **fields)["structured_outputs"]["grammar"])
-
-    assert "</think>" in grammar().replace("\\", "")
-    assert "</think>" in grammar(reasoning_effort="low").replace("\\", "")
-    for off in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
-        assert "think" not in grammar(**off)
-
-
-@pytest.mark.parametrize(
-    ("registered", "fields", "kept"),
-    [
-        (model(tool_parser="mistral", special_tags=True), {"tools": [PAINT]}, True),
-        (model(tool_parser="mistral", special_tags=True), {"tools": [PAINT], "tool_choice": "required"}, False),
-        (model(tool_parser="mistral", special_tags=True), {}, False),
-        (HERMES, {"tools": [PAINT]}, False),
-        (model(reasoning_parser="mistral"), {}, True),
-        (model(reasoning_parser="openai"), {}, True),
-        (model(reasoning_parser="think"), {}, False),
-        (model(reasoning_parser="openai"), {"structured_outputs": {"regex": "a"}}, False),
-        (model(reasoning_parser="openai"), {"skip_special_tokens": True}, False),
-    ],
-)
-def test_tags_that_are_special_tokens_are_kept_for_their_parsers(
-    registered: RegisteredModel, fields: dict[str, Any], kept: bool
-) -> None:
-    assert (sampling(registered, **fields).get("skip_special_tokens") is False) == kept
-
-
-def test_a_parser_that_only_newer_gateways_know_counts_as_none() -> None:
-    made = form(model(tool_parser="of tomorrow", reasoning_parser="of tomorrow"), tools=[PAINT])
-    assert (made.tool_parser, made.reasoning_parser) == (None, None)
-
-
-@pytest.mark.parametrize("choice", ["auto", "none", "required"])
-def test_a_number_in_a_tool_that_the_envelope_cannot_hold_is_refused(choice: str) -> None:
-    tool = {"type": "function", "function": {"name": "paint", "parameters": {"const": 2**70}}}
-    for registered in (None, HERMES, model(tools=False)):
-        body = {**CHAT, "tools": [tool], "tool_choice": choice}
-        error = refusal(read_chat, body, model=registered, lora=None)
-        assert error.param == "tools[0].function.parameters"
-        assert "64 bits" in error.message
+    assert isinstance(call.options, ChatOptions)
+    assert call.options.metadata == {"a": "b"}
+    assert call.requests[0].lora == "french"
 
 
 @settings(max_examples=100, deadline=None)
@@ -548,3 +420,18 @@ def test_any_body_is_read_or_refused(body: Any, valid: Any, messages: Any, tools
         for registered in (None, thinker):
             error = outcome(read_chat, {"model": "m", **each}, model=registered, lora=None)
             assert error is None or (error.status == 400 and error.message)
+
+
+def test_unknown_fields_that_differ_in_an_index_cost_one_search_for_a_similar_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched = []
+
+    def get_close_matches(name: str, *args: Any, **named: Any) -> list[str]:
+        searched.append(name)
+        return difflib.get_close_matches(name, *args, **named)
+
+    monkeypatch.setattr(problems, "get_close_matches", get_close_matches)
+    call = read(**{f"[{number}]": 1 for number in range(100)})
+    assert list(call.ignored) == ["[]"]
+    assert len(searched) == 1

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from openai.types import completion_create_params
 
-from headrace_gateway import field_tables
-from headrace_gateway.call import Call, CompletionForm
-from headrace_gateway.completion_fields import MAX_PROMPTS, read_completion
+from headrace_gateway.completions.fields import MAX_CHOICES, MAX_PROMPTS, read_completion
 from headrace_gateway.errors import ApiError
+from headrace_gateway.requests import field_tables
+from headrace_gateway.requests.call import Call, CompletionOptions
 from unit.gateway.bodies import BODIES, COMPLETION, JSON, outcome, refusal
 from unit.gateway.test_chat_fields import SAMPLING_VALUES
 
@@ -19,12 +19,12 @@ def read(**fields: Any) -> Call:
 
 
 def sampling(**fields: Any) -> dict[str, Any]:
-    return dict(read(**fields).submissions[0]["sampling_params"] or {})
+    return dict(read(**fields).requests[0].sampling_params)
 
 
-def form(**fields: Any) -> CompletionForm:
-    made = read(**fields).form
-    assert isinstance(made, CompletionForm)
+def options(**fields: Any) -> CompletionOptions:
+    made = read(**fields).options
+    assert isinstance(made, CompletionOptions)
     return made
 
 
@@ -47,9 +47,8 @@ def test_unsupported_fields_are_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(field_tables.CHAT - field_tables.COMPLETION))
-def test_a_field_of_chats_is_unknown_here(name: str) -> None:
-    error = wrong(**{name: 1})
-    assert (error.param, error.code) == (name, "unsupported_parameter")
+def test_a_field_of_chats_is_ignored_here(name: str) -> None:
+    assert list(read(**{name: 1}).ignored) == [name]
 
 
 @pytest.mark.parametrize("name", field_tables.IGNORED)
@@ -73,17 +72,14 @@ def test_each_sampling_parameter_goes_into_the_queue(name: str) -> None:
     [
         ({"prompt": None}, "prompt", "invalid_request"),
         ({"prompt": []}, "prompt", "invalid_request"),
-        ({"prompt": ""}, "prompt", "invalid_request"),
         ({"prompt": 5}, "prompt", "invalid_request"),
         ({"prompt": {"text": "x"}}, "prompt", "invalid_request"),
-        ({"prompt": [-1]}, "prompt", "invalid_request"),
-        ({"prompt": [True]}, "prompt", "invalid_request"),
-        ({"prompt": ["a", ""]}, "prompt[1]", "invalid_request"),
+        ({"prompt": [-1]}, "prompt[0]", "invalid_request"),
+        ({"prompt": [True]}, "prompt[0]", "invalid_request"),
         ({"prompt": [[1], []]}, "prompt[1]", "invalid_request"),
-        ({"prompt": [[1], [1.5]]}, "prompt[1]", "invalid_request"),
+        ({"prompt": [[1], [1.5]]}, "prompt[1][0]", "invalid_request"),
         ({"prompt": ["a", {}]}, "prompt[1]", "invalid_request"),
         ({"prompt": ["a"] * (MAX_PROMPTS + 1)}, "prompt", "invalid_request"),
-        ({"max_tokens": 0}, "max_tokens", "invalid_request"),
         ({"max_tokens": -1, "echo": True}, "max_tokens", "invalid_request"),
         ({"max_tokens": "5"}, "max_tokens", "invalid_request"),
         ({"logprobs": True}, "logprobs", "invalid_request"),
@@ -110,8 +106,8 @@ def test_an_unknown_name_is_told_with_the_one_that_it_resembles() -> None:
 
 
 def test_one_error_lists_all_problems() -> None:
-    error = wrong(colour=1, temperature=-1, prompt=["a", "", [-1]], max_tokens="x", return_token_ids=5)
-    for told in ("colour", "temperature", "prompt[1]", "prompt[2]", "max_tokens", "return_token_ids"):
+    error = wrong(max_token=1, temperature=-1, prompt=["a", [], [-1]], max_tokens="x", return_token_ids=5)
+    for told in ("max_token", "temperature", "prompt[1]", "prompt[2]", "max_tokens", "return_token_ids"):
         assert told in error.message
 
 
@@ -132,24 +128,33 @@ def test_the_number_of_reported_problems_is_limited() -> None:
 )
 def test_each_prompt_is_a_request(prompt: Any, sent: list[Any]) -> None:
     call = read(prompt=prompt)
-    assert list(call.submissions) == [{**each, "sampling_params": {"max_tokens": 16}} for each in sent]
-    assert isinstance(call.form, CompletionForm)
-    assert call.form.num_prompts == len(sent)
+    assert [each.to_kwargs() for each in call.requests] == [
+        {**each, "sampling_params": {"max_tokens": 16}} for each in sent
+    ]
+    assert isinstance(call.options, CompletionOptions)
+    assert call.options.num_prompts == len(sent)
 
 
 def test_the_adapter_goes_with_every_prompt() -> None:
     call = read_completion({**COMPLETION, "prompt": ["a", "b"]}, lora="french")
-    assert [each["lora"] for each in call.submissions] == ["french", "french"]
+    assert [each.lora for each in call.requests] == ["french", "french"]
+
+
+def test_the_choices_of_all_prompts_are_limited() -> None:
+    assert read(prompt=["a"] * 16, n=64).num_choices == MAX_CHOICES
+    refusal = wrong(prompt=["a"] * 17, n=64)
+    assert refusal.param == "n"
+    assert refusal.message == "prompts times n must be at most 1024, got 1088: send several requests"
 
 
 def test_large_sampling_parameters_are_not_repeated_for_many_prompts() -> None:
     many: dict[str, Any] = {"allowed_token_ids": list(range(20_000))}
     assert wrong(prompt=["a"] * MAX_PROMPTS, **many).param == "prompt"
-    assert len(read(prompt=["a"] * 8, **many).submissions) == 8
+    assert len(read(prompt=["a"] * 8, **many).requests) == 8
 
 
 def test_with_max_tokens_0_only_the_prompt_is_scored() -> None:
-    made = form(max_tokens=0, echo=True, logprobs=1)
+    made = options(max_tokens=0, echo=True, logprobs=1)
     assert made.drop_generated
     assert sampling(max_tokens=0, echo=True, logprobs=1) == {"max_tokens": 1, "logprobs": 1, "prompt_logprobs": 1}
 
@@ -157,11 +162,11 @@ def test_with_max_tokens_0_only_the_prompt_is_scored() -> None:
 def test_the_echo_of_token_ids_needs_their_texts() -> None:
     assert sampling(prompt=[1, 2], echo=True)["prompt_logprobs"] == 0
     assert "prompt_logprobs" not in sampling(echo=True)
-    assert form(echo=True).prompts == ("hello",)
-    assert form(prompt=[1, 2], echo=True).prompts == (None,)
-    assert form().prompts == ()
-    assert not form(echo=True, logprobs=1).prompt_logprobs
-    assert form(prompt_logprobs=1).prompt_logprobs
+    assert options(echo=True).prompts == ("hello",)
+    assert options(prompt=[1, 2], echo=True).prompts == (None,)
+    assert options().prompts == ()
+    assert not options(echo=True, logprobs=1).prompt_logprobs
+    assert options(prompt_logprobs=1).prompt_logprobs
 
 
 def test_values_that_equal_the_default_are_accepted() -> None:

@@ -7,22 +7,25 @@ import pytest
 from openai.types import Completion
 
 from headrace_broker import ChunkEvent, EndEvent, StartEvent, StreamEvent, Usage
-from headrace_broker.results import Logprob
-from headrace_gateway.call import CompletionForm
-from headrace_gateway.fold import fold
-from unit.gateway.recorded import read_answer
+from headrace_broker.results import TokenLogprob
+from headrace_gateway.requests.call import CompletionOptions
+from unit.gateway.recorded import joined, read_answer
 
 START = StartEvent("1-0", 1, worker="w", prompt_tokens=3)
-PROMPT: list[list[Logprob] | None] = [None, [Logprob(2, -0.5, 1, "b", b"b")], [Logprob(3, -float("inf"), 9, "c", b"c")]]
-FIRST = ChunkEvent("1-1", 1, 1, 1, [8], "y", [[Logprob(8, -0.5, 1, "y", b"y")]], finish_reason="stop")
+PROMPT: list[list[TokenLogprob] | None] = [
+    None,
+    [TokenLogprob(2, -0.5, 1, "b", b"b")],
+    [TokenLogprob(3, -float("inf"), 9, "c", b"c")],
+]
+FIRST = ChunkEvent("1-1", 1, 1, 1, [8], "y", [[TokenLogprob(8, -0.5, 1, "y", b"y")]], finish_reason="stop")
 SECOND = ChunkEvent(
-    "1-2", 1, 2, 0, [9], "x", [[Logprob(9, -1.0, 1, "x", b"x")]], finish_reason="length", prompt_logprobs=PROMPT
+    "1-2", 1, 2, 0, [9], "x", [[TokenLogprob(9, -1.0, 1, "x", b"x")]], finish_reason="length", prompt_logprobs=PROMPT
 )
 END = EndEvent("1-3", 1, 2, "stop", Usage(3, 0, 2))
 
 
-async def written(form: CompletionForm, *entries: StreamEvent) -> list[dict[str, Any]]:
-    return [json.loads(data) for data, _ in await read_answer(form, entries or (START, FIRST, SECOND, END))]
+async def written(options: CompletionOptions, *entries: StreamEvent) -> list[dict[str, Any]]:
+    return [json.loads(data) for data, _ in await read_answer(options, entries or (START, FIRST, SECOND, END))]
 
 
 def texts(chunks: list[dict[str, Any]]) -> list[tuple[int, str, str | None]]:
@@ -30,7 +33,7 @@ def texts(chunks: list[dict[str, Any]]) -> list[tuple[int, str, str | None]]:
 
 
 async def test_an_echo_is_the_first_text_of_every_choice() -> None:
-    chunks = await written(CompletionForm(n=2, echo=True, prompts=("abc",)))
+    chunks = await written(CompletionOptions(n=2, echo=True, prompts=("abc",)))
     assert texts(chunks) == [
         (0, "abc", None),
         (1, "abc", None),
@@ -44,9 +47,9 @@ async def test_an_echo_is_the_first_text_of_every_choice() -> None:
 
 @pytest.mark.parametrize("prompt", ["abc", None])
 async def test_an_echo_with_log_probabilities_scores_the_prompt_before_the_answer(prompt: str | None) -> None:
-    form = CompletionForm(n=2, echo=True, prompts=(prompt,), logprobs=0, include_usage=True)
-    chunks = await written(form)
-    plain = fold(chunks, form)
+    options = CompletionOptions(n=2, echo=True, prompts=(prompt,), logprobs=0, include_usage=True)
+    chunks = await written(options)
+    plain = joined(chunks, options)
     first = "a" if prompt else ""
     for choice, answer, score in zip(plain["choices"], ["x", "y"], [-1.0, -0.5], strict=True):
         assert choice["text"] == f"{first}bc{answer}"
@@ -64,12 +67,12 @@ async def test_an_echo_with_log_probabilities_scores_the_prompt_before_the_answe
 async def test_with_max_tokens_0_only_the_prompt_is_shown() -> None:
     entry = ChunkEvent("1-1", 1, 1, 0, [9], "x", SECOND.logprobs, finish_reason="stop", prompt_logprobs=PROMPT)
     end = EndEvent("1-2", 1, 1, "stop", Usage(3, 0, 1))
-    form = CompletionForm(
+    options = CompletionOptions(
         echo=True, prompts=("abc",), logprobs=1, drop_generated=True, include_usage=True, return_token_ids=True
     )
-    chunks = await written(form, START, entry, end)
+    chunks = await written(options, START, entry, end)
     assert texts(chunks) == [(0, "abc", None), (0, "", "length")]
-    plain = fold(chunks, form)
+    plain = joined(chunks, options)
     assert plain["choices"][0]["logprobs"]["tokens"] == ["a", "b", "c"]
     assert (plain["usage"]["completion_tokens"], plain["usage"]["total_tokens"]) == (0, 3)
     assert "token_ids" not in plain["choices"][0]
@@ -77,7 +80,7 @@ async def test_with_max_tokens_0_only_the_prompt_is_shown() -> None:
 
 @pytest.mark.parametrize("echo", [True, False])
 async def test_prompt_logprobs_are_sent_once_even_if_another_choice_is_first(echo: bool) -> None:
-    chunks = await written(CompletionForm(n=2, prompt_logprobs=True, echo=echo, prompts=("abc",)))
+    chunks = await written(CompletionOptions(n=2, prompt_logprobs=True, echo=echo, prompts=("abc",)))
     assert texts(chunks)[:2] == ([(0, "abc", None), (1, "abc", None)] if echo else [(1, "y", None), (1, "", "stop")])
     (scores,) = [part["prompt_logprobs"] for chunk in chunks for part in chunk["choices"] if "prompt_logprobs" in part]
     assert scores == [
@@ -91,5 +94,5 @@ async def test_a_second_start_adds_no_chunk() -> None:
     taken_over = StartEvent("2-1", 2, worker="other", prompt_tokens=3)
     last = ChunkEvent("2-2", 2, 2, 0, [9], "x", finish_reason="length")
     end = EndEvent("2-3", 2, 2, "length", Usage(3, 0, 2))
-    chunks = await written(CompletionForm(), START, ChunkEvent("1-1", 1, 1, 0, [8], "y"), taken_over, last, end)
+    chunks = await written(CompletionOptions(), START, ChunkEvent("1-1", 1, 1, 0, [8], "y"), taken_over, last, end)
     assert texts(chunks) == [(0, "y", None), (0, "x", None), (0, "", "length")]

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from headrace_gateway import field_tables
+from headrace_gateway.requests import field_tables
 
 PAGE = Path(__file__).parents[3] / "docs" / "gateway.md"
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
 from headrace_gateway.errors import ApiError
-from headrace_gateway.headers import CallHeaders, read_headers
+from headrace_gateway.requests.headers import CallHeaders, read_headers
 from headrace_gateway.settings import GatewaySettings
 
 
@@ -64,7 +64,7 @@ def test_an_invalid_header_is_reported_by_name(name: str, values: tuple[str, ...
 def test_one_error_lists_all_problems() -> None:
     with pytest.raises(ApiError) as raised:
         read(x_headrace_priority="x", x_headrace_expires="x", x_headrace_resume="x", idempotency_key="")
-    for name in ("priority", "expires", "Resume", "Idempotency-Key"):
+    for name in ("priority", "expires", "resume", "idempotency-key"):
         assert name in raised.value.message
 
 

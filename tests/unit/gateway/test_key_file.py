@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from headrace_gateway.errors import GatewaySettingsError
-from headrace_gateway.key_file import KeyFile, new_key, read_keys
-from headrace_gateway.keys import ApiKey
+from headrace_gateway.keys.api_key import ApiKey
+from headrace_gateway.keys.key_file import KeyFile, new_key, read_keys
 
 
 def digest(key: str) -> str:

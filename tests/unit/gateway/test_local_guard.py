@@ -6,7 +6,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Message
 
-from headrace_gateway.local_guard import LocalGuard
+from headrace_gateway.http.local_guard import LocalGuard
 
 
 async def status(
@@ -84,6 +84,15 @@ async def test_with_all_origins_allowed_nothing_is_refused() -> None:
 )
 async def test_another_site_cannot_post_without_a_preflight_request(kind: str) -> None:
     assert await status("POST", host="localhost", content_type=kind) == 415
+
+
+async def test_an_sdk_cancels_by_a_post_without_a_body() -> None:
+    assert await status("POST", host="localhost", path="/v1/batches/b/cancel", content_length="0") == 200
+    assert (
+        await status("POST", host="localhost", path="/v1/responses/resp_1/cancel", sec_fetch_site="cross-site") == 415
+    )
+    assert await status("POST", host="localhost", content_length="2") == 415
+    assert await status("POST", host="localhost", transfer_encoding="chunked") == 415
 
 
 async def test_json_with_a_character_set_may_be_posted() -> None:

@@ -12,31 +12,30 @@ from pydantic import TypeAdapter
 
 from headrace_broker import ChunkEvent, EndEvent, StartEvent, StreamEvent, Usage
 from headrace_broker.results import ErrorInfo
-from headrace_gateway.call import MessageForm, ToolForm
-from headrace_gateway.cursor import Cursor
-from headrace_gateway.fold import fold
-from headrace_gateway.message_fold import input_of
-from unit.gateway.recorded import PROMPT_TOKENS, entry_lists, read_answer
+from headrace_gateway.answers.complete_answer import input_of
+from headrace_gateway.answers.reader import Cursor
+from headrace_gateway.requests.call import Function, MessageOptions
+from unit.gateway.recorded import PROMPT_TOKENS, entry_lists, joined, read_answer
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-PARSED: Any = {"tool_parser": "hermes", "reasoning_parser": "think", "tools": (ToolForm(name="f"),)}
+PARSED: Any = {"tool_parser": "hermes", "reasoning_parser": "think", "tools": (Function(name="f"),)}
 START = StartEvent("1-0", 1, worker="w", prompt_tokens=5, prompt_tail="")
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> tuple[MessageForm, list[StreamEvent]]:
+def answers(draw: st.DrawFn) -> tuple[MessageOptions, list[StreamEvent]]:
     options = draw(st.sampled_from([{}, PARSED, PARSED | {"parallel_tool_calls": False}]))
-    form = MessageForm(max_tokens=draw(st.integers(1, 20)), shows_thinking=draw(st.booleans()), **options)
-    return form, draw(entry_lists(n=1, has_logprobs=False))
+    options = MessageOptions(max_tokens=draw(st.integers(1, 20)), shows_thinking=draw(st.booleans()), **options)
+    return options, draw(entry_lists(n=1, has_logprobs=False))
 
 
-async def written(form: MessageForm, *entries: StreamEvent) -> list[dict[str, Any]]:
-    return [json.loads(data) for data, _ in await read_answer(form, entries)]
+async def written(options: MessageOptions, *entries: StreamEvent) -> list[dict[str, Any]]:
+    return [json.loads(data) for data, _ in await read_answer(options, entries)]
 
 
-async def message(form: MessageForm, *entries: StreamEvent) -> dict[str, Any]:
-    return fold(await written(form, *entries), form)
+async def message(options: MessageOptions, *entries: StreamEvent) -> dict[str, Any]:
+    return joined(await written(options, *entries), options)
 
 
 def last(text: str, reason: str = "stop", stop_reason: Any = None) -> list[StreamEvent]:
@@ -47,7 +46,7 @@ def last(text: str, reason: str = "stop", stop_reason: Any = None) -> list[Strea
 
 async def test_blocks_follow_each_other_and_each_is_closed() -> None:
     text = "<think>hm</think>well" + CALL + "so" + CALL
-    events = await written(MessageForm(max_tokens=9, shows_thinking=True, **PARSED), *last(text))
+    events = await written(MessageOptions(max_tokens=9, shows_thinking=True, **PARSED), *last(text))
     blocks = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
     assert blocks == ["thinking", "text", "tool_use", "text", "tool_use"]
     shape = [(event["type"].removeprefix("content_block_"), event["index"]) for event in events[1:-2]]
@@ -78,7 +77,7 @@ async def test_blocks_follow_each_other_and_each_is_closed() -> None:
 
 
 async def test_thinking_that_was_not_asked_for_is_left_out() -> None:
-    answer = await message(MessageForm(max_tokens=9, **PARSED), *last("<think>hm</think>well"))
+    answer = await message(MessageOptions(max_tokens=9, **PARSED), *last("<think>hm</think>well"))
     assert [block["type"] for block in answer["content"]] == ["text"]
 
 
@@ -98,14 +97,14 @@ async def test_thinking_that_was_not_asked_for_is_left_out() -> None:
 async def test_stop_reasons_have_anthropics_names(
     text: str, reason: str, stop: Any, max_tokens: int, told: tuple[str, str | None]
 ) -> None:
-    form = MessageForm(max_tokens=max_tokens, stop_sequences=("END",), **PARSED)
-    answer = await message(form, *last(text, reason, stop))
+    options = MessageOptions(max_tokens=max_tokens, stop_sequences=("END",), **PARSED)
+    answer = await message(options, *last(text, reason, stop))
     assert (answer["stop_reason"], answer["stop_sequence"]) == told
 
 
 async def test_a_truncated_call_is_kept_unchanged() -> None:
     cut = CALL[: CALL.index("1}")]
-    answer = await message(MessageForm(max_tokens=3, **PARSED), *last(cut, "length"))
+    answer = await message(MessageOptions(max_tokens=3, **PARSED), *last(cut, "length"))
     (block,) = answer["content"]
     assert block["input"] == {"INVALID_JSON": '{"a": '}
     assert [input_of(text) for text in ("", " ", "[1]", '{"a": 1}')] == [{}, {}, {"INVALID_JSON": "[1]"}, {"a": 1}]
@@ -113,17 +112,17 @@ async def test_a_truncated_call_is_kept_unchanged() -> None:
 
 async def test_an_anthropic_error_ends_the_stream_after_the_events_so_far() -> None:
     failed = EndEvent("1-2", 1, 1, "error", None, ErrorInfo("engine_error", "it failed"))
-    events = await written(MessageForm(max_tokens=9), START, ChunkEvent("1-1", 1, 1, 0, [1], "a"), failed)
+    events = await written(MessageOptions(max_tokens=9), START, ChunkEvent("1-1", 1, 1, 0, [1], "a"), failed)
     assert events[-1] == {"type": "error", "error": {"type": "api_error", "message": "it failed"}}
     assert [event["type"] for event in events[:-1]] == ["message_start", "content_block_start", "content_block_delta"]
 
 
 @given(answers())
 async def test_every_event_parses_in_the_sdk_whose_accumulator_gives_the_whole_message(
-    answer: tuple[MessageForm, list[StreamEvent]],
+    answer: tuple[MessageOptions, list[StreamEvent]],
 ) -> None:
-    form, entries = answer
-    events = await written(form, *entries)
+    options, entries = answer
+    events = await written(options, *entries)
     assert isinstance(entries[-1], EndEvent)
     if entries[-1].error is not None:
         assert events.pop()["type"] == "error"
@@ -135,7 +134,7 @@ async def test_every_event_parses_in_the_sdk_whose_accumulator_gives_the_whole_m
         snapshot = accumulate_event(
             event=EVENT.validate_python(event, strict=True), current_snapshot=snapshot, json_bufs=buffers
         )
-    plain = fold(events, form)
+    plain = joined(events, options)
     Message.model_validate(plain, strict=True)
     theirs = snapshot.to_dict()
     for mine, other in zip(plain["content"], theirs["content"], strict=True):
@@ -154,20 +153,20 @@ async def test_every_event_parses_in_the_sdk_whose_accumulator_gives_the_whole_m
 
 @given(answers(), st.lists(st.integers(1, 4)))
 async def test_a_reader_that_rejoins_after_any_event_gets_the_same_remaining_events(
-    answer: tuple[MessageForm, list[StreamEvent]], sizes: list[int]
+    answer: tuple[MessageOptions, list[StreamEvent]], sizes: list[int]
 ) -> None:
-    form, entries = answer
-    whole = await read_answer(form, entries)
-    assert await read_answer(form, entries, sizes) == whole
+    options, entries = answer
+    whole = await read_answer(options, entries)
+    assert await read_answer(options, entries, sizes) == whole
     for cut, (_, cursor) in enumerate(whole, 1):
-        assert await read_answer(form, entries, sizes, after=Cursor.parse(str(cursor), param="id")) == whole[cut:]
+        assert await read_answer(options, entries, sizes, after=Cursor.parse(str(cursor), param="id")) == whole[cut:]
 
 
 @given(answers(), st.data())
 async def test_the_message_does_not_depend_on_the_pieces_of_its_text(
-    answer: tuple[MessageForm, list[StreamEvent]], data: st.DataObject
+    answer: tuple[MessageOptions, list[StreamEvent]], data: st.DataObject
 ) -> None:
-    form, entries = answer
+    options, entries = answer
     chunks = [entry for entry in entries if isinstance(entry, ChunkEvent)]
     text, end = "".join(chunk.text for chunk in chunks), entries[-1]
     assert isinstance(end, EndEvent)
@@ -183,6 +182,6 @@ async def test_the_message_does_not_depend_on_the_pieces_of_its_text(
         reason = chunks[-1].finish_reason if is_last else None
         recut.append(ChunkEvent(f"1-{offset}", 1, offset, 0, [1], piece, finish_reason=reason))
     ends = EndEvent(f"1-{total + 1}", 1, total, end.finish_reason, end.usage)
-    mine, theirs = await message(form, *recut, ends), await message(form, *entries)
+    mine, theirs = await message(options, *recut, ends), await message(options, *entries)
     assert mine["content"] == theirs["content"]
     assert (mine["role"], mine["model"], mine["id"]) == (theirs["role"], theirs["model"], theirs["id"])

@@ -8,7 +8,7 @@ import pytest
 
 from headrace_broker import DeadLetter
 from headrace_gateway.errors import ApiError
-from headrace_gateway.overview import pick, summary
+from headrace_gateway.page.overview import pick, summary
 
 
 def letter(packed: bytes = b"1", **headers: Any) -> DeadLetter:

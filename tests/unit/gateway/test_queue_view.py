@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from headrace_broker import QueueLevels, RegisteredModel
-from headrace_gateway.queue_view import QueueView
+from headrace_gateway.keys.model_catalog import QueueView
 
 
 class Queues:

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from headrace_gateway import field_tables
-from headrace_gateway.call import Call, ResponseForm
-from headrace_gateway.response_fields import read_response
+from headrace_gateway.requests import field_tables
+from headrace_gateway.requests.call import Call, ResponseOptions
+from headrace_gateway.responses.fields import read_response
 from unit.gateway.bodies import BODIES, RESPONSE, model, outcome, refusal
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
@@ -21,12 +21,12 @@ def read(**fields: Any) -> Call:
 
 
 def messages(items: Any, **fields: Any) -> Any:
-    return read(input=items, **fields).submissions[0]["messages"]
+    return read(input=items, **fields).requests[0].messages
 
 
-def form(**fields: Any) -> ResponseForm:
-    found = read(**fields).form
-    assert isinstance(found, ResponseForm)
+def options(**fields: Any) -> ResponseOptions:
+    found = read(**fields).options
+    assert isinstance(found, ResponseOptions)
     return found
 
 
@@ -50,7 +50,6 @@ def form(**fields: Any) -> ResponseForm:
             "input[0].content[0].text",
             "invalid_request",
         ),
-        ({"input": [{"role": "user", "content": "a", "colour": 1}]}, "input[0].colour", "unsupported_parameter"),
         ({"input": [{"role": "user", "content": "a", "status": "new"}]}, "input[0].status", "invalid_request"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "invalid_request"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output", "invalid_request"),
@@ -82,15 +81,12 @@ def form(**fields: Any) -> ResponseForm:
         ({"n": 2}, "n", "unsupported_parameter"),
         ({"conversation": "c"}, "conversation", "unsupported_parameter"),
         ({"prompt": {"id": "p"}}, "prompt", "unsupported_parameter"),
-        ({"colour": 1}, "colour", "unsupported_parameter"),
-        ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
-        ({"include": ["file_search_call.results"]}, "include", "invalid_request"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "unsupported_parameter"),
+        ({"truncation": "middle"}, "truncation", "invalid_request"),
+        ({"include": ["everything"]}, "include", "invalid_request"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "invalid_request"),
         ({"reasoning": {"summary": "long"}}, "reasoning.summary", "invalid_request"),
-        ({"reasoning": {"mode": "pro"}}, "reasoning.mode", "unsupported_parameter"),
         ({"text": False}, "text", "invalid_request"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_parameter"),
+        ({"text": {"verbosity": "much"}}, "text.verbosity", "invalid_request"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_request"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "invalid_request"),
         (
@@ -99,9 +95,7 @@ def form(**fields: Any) -> ResponseForm:
             "invalid_request",
         ),
         ({"tools": 5}, "tools", "invalid_request"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported"),
         ({"tools": [{"type": "function", "name": "f g"}]}, "tools[0].name", "invalid_request"),
-        ({"tools": [{**TOOL, "colour": 1}]}, "tools[0].colour", "unsupported_parameter"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name", "invalid_request"),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice", "invalid_request"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options", "invalid_request"),
@@ -113,6 +107,40 @@ def form(**fields: Any) -> ResponseForm:
 def test_each_problem_names_its_field(fields: dict[str, Any], param: str, code: str) -> None:
     error = refusal(read_response, {**RESPONSE, **fields}, model=model(), lora=None)
     assert (error.param, error.code) == (param, code)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"client_metadata": {}, "colour": 1}, "client_metadata colour"),
+        ({"input": [{"role": "user", "content": "a", "colour": 1}]}, "input[].colour"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"context_management": [{"type": "compaction"}]}, "context_management"),
+        ({"reasoning": {"effort": "high", "mode": "pro"}}, "reasoning.mode reasoning.effort"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"tools": [TOOL, {"type": "web_search"}, {"type": "custom", "name": "f"}]}, "tools[web_search] tools[custom]"),
+        ({"tools": [{**TOOL, "colour": 1}]}, "tools[].colour"),
+    ],
+)
+def test_what_has_no_effect_is_ignored_and_named(fields: dict[str, Any], named: str) -> None:
+    call = read(**fields)
+    assert list(call.ignored) == named.split()
+    assert "colour" not in repr([each.to_kwargs() for each in call.requests])
+    assert {tool["type"] for tool in options(**fields).config["tools"]} <= {"function"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tool_calls": 3},
+        {"include": ["file_search_call.results", "reasoning.encrypted_content"]},
+        {"reasoning": {"effort": None, "summary": None}},
+        {"text": {"format": None, "verbosity": None}},
+        {"input": [{"type": "message", "role": "user", "id": None, "content": [{"type": "input_text", "text": "a"}]}]},
+    ],
+)
+def test_what_changes_nothing_is_accepted(fields: dict[str, Any]) -> None:
+    assert read(**fields).ignored == {}
 
 
 @given(BODIES)
@@ -146,7 +174,7 @@ def test_one_turn_of_an_assistant_is_one_message() -> None:
     assert messages(items, instructions="answer") == [
         {"role": "system", "content": "answer"},
         {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "ab"},
+        {"role": "user", "content": "a\nb"},
         {"role": "assistant", "reasoning_content": "hm", "content": "so", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "c", "content": "one"},
         {"role": "tool", "tool_call_id": "d", "content": "two"},
@@ -158,28 +186,28 @@ def test_one_turn_of_an_assistant_is_one_message() -> None:
 def test_history_follows_the_instructions() -> None:
     before = [*read(input="a").input_items, *read(input=[{"role": "assistant", "content": "b"}]).input_items]
     call = read_response({**RESPONSE, "instructions": "i"}, model=model(), lora=None, history=before)
-    assert [message["content"] for message in call.submissions[0]["messages"]] == ["i", "a", "b", "hello"]
+    assert [message["content"] for message in call.requests[0].messages] == ["i", "a", "b", "hello"]
     assert [item["content"][0]["text"] for item in call.input_items] == ["hello"]
 
 
 def test_structured_text_and_forced_calls_become_grammars() -> None:
     wanted = {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}
-    params: Any = read(text={"format": wanted}).submissions[0]["sampling_params"]
+    params: Any = read(text={"format": wanted}).requests[0].sampling_params
     assert params["structured_outputs"]["json"] == SCHEMA
-    assert form(text={"format": wanted}).config["text"]["format"] == {**wanted, "description": None}
-    forced: Any = read(tools=[TOOL], tool_choice={"type": "function", "name": "f"}).submissions[0]["sampling_params"]
+    assert options(text={"format": wanted}).config["text"]["format"] == {**wanted, "description": None}
+    forced: Any = read(tools=[TOOL], tool_choice={"type": "function", "name": "f"}).requests[0].sampling_params
     assert "grammar" in forced["structured_outputs"]
 
 
 def test_log_probabilities_are_asked_for_by_include_or_top_logprobs() -> None:
-    assert form().logprobs is None
-    assert form(include=["message.output_text.logprobs"]).logprobs == 0
-    assert form(top_logprobs=2).logprobs == 2
-    assert form(top_logprobs=0).logprobs is None
+    assert options().logprobs is None
+    assert options(include=["message.output_text.logprobs"]).logprobs == 0
+    assert options(top_logprobs=2).logprobs == 2
+    assert options(top_logprobs=0).logprobs is None
 
 
 def test_the_object_repeats_the_requests_fields() -> None:
-    config = form(tools=[TOOL], metadata={"a": "b"}, background=True, store=False, user="u").config
+    config = options(tools=[TOOL], metadata={"a": "b"}, background=True, store=False, user="u").config
     assert config["tools"] == [{**TOOL, "description": None, "strict": None}]
     told = {name: config[name] for name in ("metadata", "background", "store", "user", "service_tier", "temperature")}
     assert told == {

@@ -1,4 +1,4 @@
-"""The events of a response: a function of its envelope and entries, in the API's order, that fold to the object."""
+"""The events of a response follow from its envelope and entries, in the API's order, and add up to the object."""
 
 import json
 from typing import Any
@@ -12,12 +12,12 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 
 from headrace_broker import ChunkEvent, EndEvent, StartEvent, StreamEvent, Usage
-from headrace_broker.results import ErrorInfo, Logprob
-from headrace_gateway.call import ResponseForm
-from headrace_gateway.fold import fold
-from headrace_gateway.response_fields import read_response
+from headrace_broker.results import ErrorInfo, TokenLogprob
+from headrace_gateway.errors import ApiError
+from headrace_gateway.requests.call import ResponseOptions
+from headrace_gateway.responses.fields import read_response
 from unit.gateway.bodies import model
-from unit.gateway.recorded import entry_lists, read_answer
+from unit.gateway.recorded import entry_lists, joined, read_answer
 
 EVENT: Any = pydantic.TypeAdapter(ResponseStreamEvent)
 START = StartEvent("1-0", 1, worker="w", prompt_tokens=5, prompt_tail="")
@@ -26,19 +26,19 @@ TOOL = {"type": "function", "name": "f"}
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 
-def form_of(**fields: Any) -> ResponseForm:
-    """The form of a request to a model that reasons and calls tools."""
-    form = read_response(
+def form_of(**fields: Any) -> ResponseOptions:
+    """The options of a request to a model that reasons and calls tools."""
+    options = read_response(
         {"model": "m", "input": "hello", **fields},
         model=model(tool_parser="hermes", reasoning_parser="think", thinking="enable_thinking"),
         lora=None,
-    ).form
-    assert isinstance(form, ResponseForm)
-    return form
+    ).options
+    assert isinstance(options, ResponseOptions)
+    return options
 
 
 @st.composite
-def forms(draw: st.DrawFn) -> ResponseForm:
+def any_options(draw: st.DrawFn) -> ResponseOptions:
     fields: dict[str, Any] = {"background": draw(st.booleans())}
     if draw(st.booleans()):
         fields["tools"] = [TOOL]
@@ -50,46 +50,50 @@ def forms(draw: st.DrawFn) -> ResponseForm:
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> tuple[ResponseForm, list[StreamEvent]]:
-    form = draw(forms())
-    return form, draw(entry_lists(n=1, has_logprobs=form.logprobs is not None))
+def answers(draw: st.DrawFn) -> tuple[ResponseOptions, list[StreamEvent]]:
+    options = draw(any_options())
+    return options, draw(entry_lists(n=1, has_logprobs=options.logprobs is not None))
 
 
-async def events_of(form: ResponseForm, *entries: StreamEvent, sizes: Any = (), after: int | None = None) -> list[Any]:
-    return [json.loads(data) for data, _ in await read_answer(form, entries, sizes, after)]
+async def events_of(
+    options: ResponseOptions, *entries: StreamEvent, sizes: Any = (), after: int | None = None
+) -> list[Any]:
+    return [json.loads(data) for data, _ in await read_answer(options, entries, sizes, after)]
 
 
 @given(answers(), st.lists(st.integers(1, 4)))
 async def test_a_reader_that_resumes_after_any_number_gets_the_same_remaining_events(
-    answer: tuple[ResponseForm, list[StreamEvent]], sizes: list[int]
+    answer: tuple[ResponseOptions, list[StreamEvent]], sizes: list[int]
 ) -> None:
-    form, entries = answer
-    whole = [data for data, _ in await read_answer(form, entries)]
-    for cut in range(-1, len(whole) + 1):
-        assert [data for data, _ in await read_answer(form, entries, sizes, cut)] == whole[cut + 1 :]
+    options, entries = answer
+    whole = [data for data, _ in await read_answer(options, entries)]
+    for cut in range(-1, len(whole)):
+        assert [data for data, _ in await read_answer(options, entries, sizes, cut)] == whole[cut + 1 :]
+    with pytest.raises(ApiError, match="this answer has no event"):
+        await read_answer(options, entries, sizes, len(whole))
 
 
 @given(answers())
 async def test_every_event_parses_in_the_sdk_and_the_events_are_in_order(
-    answer: tuple[ResponseForm, list[StreamEvent]],
+    answer: tuple[ResponseOptions, list[StreamEvent]],
 ) -> None:
-    form, entries = answer
-    events = await events_of(form, *entries)
+    options, entries = answer
+    events = await events_of(options, *entries)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     for event in events:
         EVENT.validate_python(event, strict=True)
     kinds = [event["type"].removeprefix("response.") for event in events]
-    begins = ["created", "queued", "in_progress"] if form.background else ["created", "in_progress"]
+    begins = ["created", "queued", "in_progress"] if options.background else ["created", "in_progress"]
     assert kinds[: len(begins)] == begins
     assert kinds[-1] in ("completed", "incomplete", "failed")
     assert set(kinds) & {"created", "queued", "in_progress", "completed", "incomplete", "failed"} == {
         *begins,
         kinds[-1],
     }
-    check_items(events, form)
+    check_items(events, options)
 
 
-def check_items(events: list[dict[str, Any]], form: ResponseForm) -> None:
+def check_items(events: list[dict[str, Any]], options: ResponseOptions) -> None:
     """Each item is opened, written and closed before the next one, and is whole in the last event."""
     final = events[-1]["response"]
     open_item: dict[str, Any] | None = None
@@ -122,14 +126,14 @@ def check_items(events: list[dict[str, Any]], form: ResponseForm) -> None:
     if final["status"] == "completed":
         assert done
         assert done[-1]["status"] == "completed"
-    assert any("summary_text" in event["type"] for event in events) <= form.has_summary
+    assert any("summary_text" in event["type"] for event in events) <= options.has_summary
 
 
 @given(answers())
-async def test_the_object_is_what_the_sdk_accumulates(answer: tuple[ResponseForm, list[StreamEvent]]) -> None:
-    form, entries = answer
-    events = await events_of(form, *entries)
-    folded = fold(events, form)
+async def test_the_object_is_what_the_sdk_accumulates(answer: tuple[ResponseOptions, list[StreamEvent]]) -> None:
+    options, entries = answer
+    events = await events_of(options, *entries)
+    folded = joined(events, options)
     assert folded == events[-1]["response"]
     Response.model_validate(folded, strict=True)
     state: Any = ResponseStreamState(input_tools=[], text_format=openai.omit)
@@ -139,7 +143,7 @@ async def test_the_object_is_what_the_sdk_accumulates(answer: tuple[ResponseForm
     end = entries[-1]
     assert isinstance(end, EndEvent)
     text = "".join(entry.text for entry in entries if isinstance(entry, ChunkEvent))
-    if not form.tools and end.error is None and "think>" not in text:
+    if not options.tools and end.error is None and "think>" not in text:
         assert "".join(part["text"] for item in folded["output"] for part in item["content"]) == text
     statuses = {None: ("completed", "incomplete"), "cancelled": ("cancelled",)}
     assert folded["status"] in statuses.get(end.error and end.error.code, ("failed",))
@@ -222,8 +226,8 @@ async def test_a_cancelled_response_ends_with_an_event_that_the_sdk_knows() -> N
 
 
 async def test_logprobs_of_held_back_text_are_sent_with_the_next_text() -> None:
-    def token(number: int) -> list[list[Logprob]]:
-        return [[Logprob(number, -float("inf"), 1, f"t{number}", b"t")]]
+    def token(number: int) -> list[list[TokenLogprob]]:
+        return [[TokenLogprob(number, -float("inf"), 1, f"t{number}", b"t")]]
 
     events = await events_of(
         form_of(include=["message.output_text.logprobs"]),
@@ -240,8 +244,8 @@ async def test_logprobs_of_held_back_text_are_sent_with_the_next_text() -> None:
 
 
 async def test_logprobs_of_reasoning_are_not_in_the_message() -> None:
-    def token(number: int) -> list[list[Logprob]]:
-        return [[Logprob(number, float("-inf"), 1, f"t{number}", b"t")]]
+    def token(number: int) -> list[list[TokenLogprob]]:
+        return [[TokenLogprob(number, float("-inf"), 1, f"t{number}", b"t")]]
 
     events = await events_of(
         form_of(include=["message.output_text.logprobs"]),

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from headrace_gateway.shared_read import SharedRead
+from headrace_gateway.keys.model_catalog import SharedRead
 
 
 class Source:

@@ -16,5 +16,5 @@ def clock() -> Clock:
 
 @pytest.fixture
 def metrics(clock: Clock) -> Metrics:
-    sets = LabelSets(dead_letter_reasons=("undecodable", "delivery_limit"), adapters=("sql",))
+    sets = LabelSets(adapters=("sql",))
     return Metrics(model="tiny", queue="headrace.tiny", version="1.2.3", label_sets=sets, clock=clock)

@@ -12,7 +12,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from headrace_engine.core.outputs import StepStats
 from headrace_monitoring.exposition import ExpositionFormat
 from headrace_monitoring.gateway_metrics import GatewayMetrics
-from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.service_levels import ModelLevels, RedisLevels, ServiceExposition, ServiceLevels
 
@@ -47,7 +46,7 @@ PROMETHEUS_ACCEPTS = (
 )
 """Prometheus's own header."""
 
-EXPORTER = ServiceExposition(version="1.2.3", label_sets=LabelSets(dead_letter_reasons=("undecodable", "poison")))
+EXPORTER = ServiceExposition(version="1.2.3")
 EXPORTER.polled(
     ServiceLevels(
         models=[
@@ -57,6 +56,7 @@ EXPORTER.polled(
                 ready={0: 3, 9: 1},
                 leased=2,
                 run_out=1,
+                unread=2,
                 dead={"poison": 1, "undecodable: ValueError": 2, "bad luck": 1},
                 oldest_age_seconds=12.5,
                 blocked=False,
@@ -71,6 +71,11 @@ EXPORTER.polled(
             may_evict=False,
             evicted_keys=0,
             rejected_connections=0,
+            started_at=0.0,
+            loads_all=True,
+            load_errors=0,
+            messages_before_restart=0,
+            messages_after_restart=0,
         ),
     ),
     0.002,

@@ -6,22 +6,25 @@ import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import yaml
 
-from headrace_workers.cli.gateway import gateway as gateway_command
+from headrace_gateway.settings import GATEWAY_PREFIX, GatewaySettings
+from headrace_wire.environment import variable_of
+from headrace_wire.option import options_of
 from headrace_workers.settings import WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 OURS = (ROOT / "Dockerfile", ROOT / "deploy" / "cuda" / "Dockerfile")
-DOCKERFILES = (*OURS, ROOT / "deploy" / "neuron" / "Dockerfile")
+VLLM = ROOT / "deploy" / "vllm" / "Dockerfile"
+DOCKERFILES = (*OURS, VLLM, ROOT / "deploy" / "neuron" / "Dockerfile")
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,7 @@ def test_what_watches_a_service_on_this_host_has_the_same_images_and_listens_to_
 
 def test_images_are_pinned_to_a_release(services: dict[str, Any]) -> None:
     images = [service["image"] for service in services.values() if "image" in service]
-    for dockerfile in OURS:
+    for dockerfile in (*OURS, VLLM):
         images += re.findall(r"^ARG \w+_IMAGE=(\S+)$", dockerfile.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(images) == 6  # redis, prometheus, grafana, and what ours are built on
     for image in images:
@@ -74,14 +77,32 @@ def test_the_queue_keeps_its_messages(services: dict[str, Any]) -> None:
     command = " ".join(services["redis"]["command"])
     assert "--appendonly yes --appendfsync everysec" in command
     assert "--maxmemory-policy noeviction" in command
-    assert "--aclfile /etc/valkey/users.acl" in command
     assert "redis-data:/data" in services["redis"]["volumes"]
 
 
-def test_the_redis_users_of_the_compose_file_are_those_of_the_file_for_other_installations() -> None:
-    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
+def test_the_redis_users_of_the_compose_file_are_those_of_the_file_for_other_installations(
+    services: dict[str, Any],
+) -> None:
     users = (ROOT / "deploy" / "redis" / "users.acl").read_text(encoding="utf-8")
-    assert re.sub(r":\?[^}]*\}", "}", compose["configs"]["redis-users"]["content"]) == users
+    assert re.sub(r":\?[^}]*\}", "}", services["redis"]["environment"]["REDIS_USERS"]) == users
+
+
+def test_redis_gets_its_users_through_its_environment_so_that_a_change_makes_a_new_container(
+    services: dict[str, Any], tmp_path: Path
+) -> None:
+    shell, flag, script, *arguments = [word.replace("$$", "$") for word in services["redis"]["command"]]
+    file = arguments[arguments.index("--aclfile") + 1]
+    assert str(Path(file).parent) in services["redis"]["tmpfs"]
+    server = tmp_path / "valkey-server"
+    server.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"; env\n", encoding="utf-8")
+    server.chmod(0o755)
+    here = script.replace(file, str(tmp_path / "users.acl"))
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REDIS_USERS": "user a on >100%s\nuser b off\n"}
+    done = subprocess.run([shell, flag, here, *arguments], env=environment, capture_output=True, text=True, check=True)
+    assert (tmp_path / "users.acl").read_text(encoding="utf-8") == environment["REDIS_USERS"]
+    assert stat.S_IMODE((tmp_path / "users.acl").stat().st_mode) == 0o600
+    assert done.stdout.splitlines()[: len(arguments) - 1] == arguments[1:]
+    assert "REDIS_USERS" not in done.stdout  # what /proc shows of the server
 
 
 def test_redis_and_the_metrics_are_not_published(services: dict[str, Any]) -> None:
@@ -90,7 +111,7 @@ def test_redis_and_the_metrics_are_not_published(services: dict[str, Any]) -> No
         "grafana": ["127.0.0.1:3000:3000"],
         "gateway": ["127.0.0.1:${HEADRACE_GATEWAY_PORT:-8000}:8000"],
     }
-    assert services["redis"]["networks"] == services["worker"]["networks"] == ["backend"]
+    assert list(services["redis"]["networks"]) == list(services["worker"]["networks"]) == ["backend"]
 
 
 def test_the_worker_is_not_killed_before_its_grace_time_is_over(services: dict[str, Any]) -> None:
@@ -109,27 +130,84 @@ def test_the_gateway_has_keys_its_own_redis_user_and_time_for_open_answers(servi
     assert files == f"gateway-files:{environment['HEADRACE_GATEWAY_FILES']}"
     assert int(gateway["stop_grace_period"].removesuffix("s")) > int(environment["HEADRACE_GATEWAY_SHUTDOWN"])
     assert "/ready" in gateway["healthcheck"]["test"][-1]
-    assert gateway["cap_drop"] == ["ALL"]
-    assert gateway["read_only"] is True
     assert "/keys/" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
 
 
 def test_the_environment_of_the_gateway_are_options_that_it_has(services: dict[str, Any]) -> None:
-    known = {option.envvar for option in gateway_command.params if isinstance(option, click.Option)}
+    known = {"HEADRACE_REDIS_URL"} | {variable_of(option, GATEWAY_PREFIX) for option in options_of(GatewaySettings)}
     image = re.findall(r"(HEADRACE_GATEWAY_\w+)=", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
     assert len(image) == 4
     assert {*services["gateway"]["environment"], *image} <= known
 
 
-def test_no_password_has_a_default(services: dict[str, Any]) -> None:
+def test_no_password_has_a_default_and_those_of_make_env_are_secret_and_stay(tmp_path: Path) -> None:
     text = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
     passwords = set(re.findall(r"\$\{(\w+_PASSWORD)(:?\??)", text))
     assert {after for _, after in passwords} == {":?"}  # without it nothing starts
-    made = subprocess.run([ROOT / "deploy" / "compose" / "make-env"], capture_output=True, text=True, check=True)
-    fresh = dict(line.split("=") for line in made.stdout.splitlines())
+    script = tmp_path / "deploy" / "compose" / "make-env"
+    script.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "deploy" / "compose" / "make-env", script)
+    subprocess.run([script], umask=0o022, check=True)
+    file = tmp_path / ".env"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE((tmp_path / "keys").stat().st_mode) == 0o755  # user 10001 reads it
+    fresh = dict(line.split("=") for line in file.read_text(encoding="utf-8").splitlines())
     assert set(fresh) == {name for name, _ in passwords}
     assert all(re.fullmatch(r"[0-9a-f]{48}", password) for password in fresh.values())
     assert len(set(fresh.values())) == len(fresh)
+    # again, as after an upgrade with one more user: what is there is kept
+    older = "REDIS_ADMIN_PASSWORD=mine\nHEADRACE_SERVED_MODEL_NAME=tiny\n"
+    file.write_text(older, encoding="utf-8")
+    file.chmod(0o644)
+    subprocess.run([script], cwd=tmp_path, check=True)
+    text = file.read_text(encoding="utf-8")
+    assert text.startswith(older)
+    assert text.count("_PASSWORD=") == len(fresh)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_the_documented_order_makes_passwords_and_keys_before_anything_starts() -> None:
+    text = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    steps = [
+        "make-env",
+        "HEADRACE_MODEL_DIR=",
+        "compose build",
+        "gateway-key website >> keys/keys.toml",
+        "compose up -d",
+    ]
+    places = [text.index(step) for step in steps]
+    assert places == sorted(places)
+
+
+def test_secrets_are_given_to_neither_git_nor_the_builder() -> None:
+    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
+    assert {".env", "/keys/"} <= set(ignored)
+    given = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert "*" in given
+    assert not {"!.env", "!keys"} & set(given)
+
+
+def test_every_service_runs_without_privileges_and_cannot_fill_the_disk_with_logs(services: dict[str, Any]) -> None:
+    for name, service in services.items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert {"max-size", "max-file"} <= service["logging"]["options"].keys(), name
+        assert service["restart"] == "unless-stopped", name
+    assert services["redis"]["user"] == "valkey"  # root without capabilities could not change to it
+
+
+def test_compiled_kernels_outlive_a_container(services: dict[str, Any]) -> None:
+    for name, path in zip(("worker", "worker-gpu"), OURS, strict=True):
+        folder = re.search(r"XDG_CACHE_HOME=(\S+)", path.read_text(encoding="utf-8"))
+        assert folder is not None
+        assert f"worker-cache:{folder[1]}" in services[name]["volumes"]
+        assert f"mkdir --mode 0700 {folder[1]} && chown 10001:10001 {folder[1]}" in path.read_text(encoding="utf-8")
+
+
+def test_what_holds_no_model_has_the_image_without_torch(services: dict[str, Any]) -> None:
+    assert services["exporter"]["build"] == services["gateway"]["build"] == {"context": ".", "target": "gateway"}
+    assert services["exporter"]["entrypoint"] == ["headrace", "exporter"]
 
 
 def test_every_service_has_a_limit_of_memory_or_all_of_a_gpu_host(services: dict[str, Any]) -> None:
@@ -155,20 +233,20 @@ def test_the_vllm_worker_has_all_gpus_shared_memory_and_a_place_for_what_it_comp
     assert vllm["profiles"] == ["vllm"]
     different = {key for key in cpu.keys() | vllm.keys() if cpu.get(key) != vllm.get(key)}
     assert different == {"profiles", "build", "environment", "volumes", "shm_size", "healthcheck", "deploy"}
-    assert vllm["build"] == {"context": ".", "target": "vllm"}
+    assert vllm["build"] == {"context": ".", "dockerfile": "deploy/vllm/Dockerfile"}
     (gpus,) = vllm["deploy"]["resources"]["reservations"]["devices"]
     assert gpus == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
     assert f"vllm-compile-cache:{vllm['environment']['VLLM_CACHE_ROOT']}" in vllm["volumes"]
     assert vllm["volumes"][0] == cpu["volumes"][0]
-    stage = stages(ROOT / "Dockerfile")["vllm"]
-    assert f"chown 10001:10001 {vllm['environment']['VLLM_CACHE_ROOT']}" in stage  # or it could not write there
+    owner = f"chown 10001:10001 {vllm['environment']['VLLM_CACHE_ROOT']}"
+    assert owner in VLLM.read_text(encoding="utf-8")  # or it could not write there
 
 
 @pytest.mark.parametrize("service", ["worker", "worker-gpu", "worker-vllm", "worker-neuron"])
 def test_the_environment_of_a_worker_are_options_that_its_engine_has(
     services: dict[str, Any], service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (ROOT / "Dockerfile").read_text(encoding="utf-8") if service == "worker-vllm" else ""
+    text = VLLM.read_text(encoding="utf-8") if service == "worker-vllm" else ""
     image = dict(re.findall(r"(HEADRACE_ENGINE\w*)=(\S+)", text))
     for name in [name for name in os.environ if name.startswith("HEADRACE_")]:
         monkeypatch.delenv(name)
@@ -208,22 +286,33 @@ def test_prometheus_scrapes_every_service_that_has_metrics(services: dict[str, A
         for found in scrape["dns_sd_configs"]
         for name in found["names"]
     }
-    workers = {name for name in services if name.startswith("worker")}
-    assert scraped == {
-        *((name, 9464) for name in workers),
-        ("exporter", 9465),
-        ("gateway", 9466),
-        ("neuron-monitor", 8000),
+    assert scraped == {("workers", 9464), ("exporter", 9465), ("gateway", 9466), ("neuron-monitor", 8000)}
+    for name in (name for name in services if name.startswith("worker")):
+        assert services[name]["networks"]["backend"] == {"aliases": ["workers"]}, name
+
+
+def test_prometheus_seldom_asks_for_a_service_that_may_be_absent(services: dict[str, Any]) -> None:
+    config = yaml.safe_load((ROOT / "monitoring" / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
+    optional = {name for name, service in services.items() if "profiles" in service}
+    intervals = {
+        name: found["refresh_interval"]
+        for scrape in config["scrape_configs"]
+        for found in scrape["dns_sd_configs"]
+        for name in found["names"]
     }
+    assert {name: interval for name, interval in intervals.items() if name in optional} == {"neuron-monitor": "5m"}
 
 
-def test_the_worker_runs_without_privileges(services: dict[str, Any]) -> None:
+def test_an_image_runs_without_privileges_as_a_user_and_a_group_that_have_names() -> None:
     for path in DOCKERFILES:
         dockerfile = path.read_text(encoding="utf-8")
-        assert re.search(r"^USER 10001:10001$", dockerfile, re.MULTILINE), path
+        final = dockerfile.rpartition("\nFROM ")[2]
+        assert "\nUSER 10001:10001\n" in final or path.parent.name == "neuron", path
         assert dockerfile.rstrip().endswith('ENTRYPOINT ["headrace", "worker"]'), path  # of the last stage, the default
-    assert services["worker"]["cap_drop"] == ["ALL"]
-    assert services["worker"]["read_only"] is True
+        # Celery warns at every start of a group that has no name
+        users = dockerfile.count("useradd --system --uid 10001 --gid 10001 --no-create-home headrace")
+        groups = dockerfile.count("groupadd --system --gid 10001 headrace")
+        assert users == groups == dockerfile.count("useradd"), path
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.parent.name)
@@ -235,7 +324,7 @@ def test_a_dockerfile_has_nothing_that_hadolint_minds(path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-@pytest.mark.parametrize("path", OURS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("path", [*OURS, VLLM], ids=lambda path: path.parent.name)
 def test_an_image_takes_in_only_what_the_builder_is_given_and_knows_whether_it_is_well(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     given = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
@@ -250,7 +339,7 @@ def test_an_image_takes_in_only_what_the_builder_is_given_and_knows_whether_it_i
         assert command[:2] == ["python", "-c"]
         ports = {"HEADRACE_METRICS_PORT": "1", "HEADRACE_GATEWAY_PORT": "1"}
         answers = subprocess.run([sys.executable, *command[1:]], env=ports, capture_output=True, check=False)
-        assert answers.returncode == 1  # nobody listens there
+        assert answers.returncode == 1  # no server runs there
         assert b"Connection refused" in answers.stderr
 
 
@@ -271,17 +360,20 @@ def test_the_image_of_the_gateway_has_no_torch_and_no_compiler() -> None:
 
 
 def test_the_image_of_vllm_keeps_vllm_in_the_interpreter_of_its_own_image() -> None:
-    text, found = (ROOT / "Dockerfile").read_text(encoding="utf-8"), stages(ROOT / "Dockerfile")
-    assert len(re.findall(r"^FROM \$\{VLLM_IMAGE\} AS vllm(?:-build)?$", text, re.MULTILINE)) == 2
-    assert '".[vllm,tracing]"' in found["vllm-build"]
-    assert "apt-get" not in found["vllm-build"] + found["vllm"]
-    assert "COPY --from=vllm-build /opt/headrace /opt/headrace" in found["vllm"]
+    text = VLLM.read_text(encoding="utf-8")
     # the environment is made with the interpreter that it runs with: the two stages have one base
-    assert "RUN /usr/bin/python3 -m venv /opt/headrace" in found["vllm-build"]
-    assert "HEADRACE_ENGINE=vllm " in found["vllm"]
-    assert "HEADRACE_ENGINE_PYTHON=/usr/bin/python3 " in found["vllm"]
-    assert "USER 10001:10001" in found["vllm"]
-    assert found["vllm"].rstrip().endswith('ENTRYPOINT ["headrace", "worker"]')
+    assert re.findall(r"^FROM (\S+)", text, re.MULTILINE) == ["${VLLM_IMAGE}"] * 2
+    assert '".[vllm,tracing]"' in text
+    assert "apt-get" not in text
+    assert "COPY --from=build /opt/headrace /opt/headrace" in text
+    assert "RUN /usr/bin/python3 -m venv /opt/headrace" in text
+    assert "HEADRACE_ENGINE=vllm " in text
+    assert "HEADRACE_ENGINE_PYTHON=/usr/bin/python3 " in text
+
+
+def test_a_builder_that_builds_every_stage_pulls_no_other_base() -> None:
+    bases = set(re.findall(r"^FROM (\S+)", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert bases == {"${PYTHON_IMAGE}"}
 
 
 def test_an_image_is_built_from_every_package_of_the_wheel() -> None:

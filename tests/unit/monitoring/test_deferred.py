@@ -1,12 +1,12 @@
 """Observations that wait until somebody looks."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from headrace_monitoring.deferred import DeferredObservations
-from headrace_monitoring.metrics import Metrics
+from headrace_monitoring.metrics import DeferredObservations, Metrics, Publication
 from unit.monitoring.scrape import STEP
 
 
@@ -22,9 +22,9 @@ def test_nothing_is_observed_before_somebody_looks_and_then_all_of_it_in_its_ord
     for number in range(3):
         deferred.add(seen.append, number)
     assert seen == []
-    deferred.settle()
+    deferred.flush()
     assert seen == [0, 1, 2]
-    deferred.settle()
+    deferred.flush()
     assert seen == [0, 1, 2]
 
 
@@ -48,7 +48,7 @@ def test_an_observation_that_fails_is_logged_and_holds_up_no_other(
 
     deferred.add(fail)
     deferred.add(seen.append, 1)
-    deferred.settle()
+    deferred.flush()
     assert seen == [1]
     assert "ValueError" in caplog.text
 
@@ -57,12 +57,8 @@ def test_an_observation_that_fails_is_logged_and_holds_up_no_other(
 def test_what_steps_leave_does_not_gather(metrics: Metrics, looks: Callable[[Metrics], object]) -> None:
     for _ in range(100):
         metrics.step(STEP)
-        metrics.tokens_published(1)
-        metrics.tokens_followed(1, 0.1)
-        metrics.result_phases(0.001, 0.001)
-        metrics.redis_command("publish", 0.001)
-        metrics.redis_up(True)
-        metrics.stream_entries(1)
-    assert len(metrics._deferred) == 800
+        metrics.published(Publication(1, Counter({(1, 0.1, None): 1}), 0.001, 0.001))
+        metrics.entries_written(1, 0.001)
+    assert len(metrics._deferred) == 300
     looks(metrics)
     assert len(metrics._deferred) == 0

@@ -13,16 +13,26 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
 import jsonschema
 import pytest
 import yaml
 
-from headrace_gateway import GatewaySettings
+from headrace_gateway.settings import GATEWAY_PREFIX, GatewaySettings
 from headrace_monitoring import dashboards
-from headrace_workers.cli.gateway import gateway as gateway_command
+from headrace_wire.environment import variable_of
+from headrace_wire.option import options_of
 from headrace_workers.settings import SETTINGS
 from unit.monitoring import custom_resources
+
+pytestmark = pytest.mark.rotated(
+    "deploy",
+    "monitoring",
+    "docs/engines.md",
+    "wire/headrace_wire/option.py",
+    "broker/headrace_broker/settings.py",
+    "gateway/headrace_gateway/settings.py",
+    "workers/headrace_workers/settings.py",
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 UNITS = ROOT / "deploy" / "systemd"
@@ -60,6 +70,21 @@ VLLM_WORKER = {
     "compileCache": {"persistentVolumeClaim": {"claimName": "graphs"}},
     "resources": {"requests": {"cpu": "8", "memory": "64Gi"}, "limits": {"memory": "64Gi"}},
 }
+_SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+_SCRAPERS = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+_POD = {"podAnnotations": {"team": "ml"}, "priorityClassName": "high", "nodeSelector": {"pool": "cpu"}}
+IN_A_SHARED_CLUSTER: dict[str, Any] = {
+    "imagePullSecrets": [{"name": "registry"}],
+    "worker": {
+        **_POD,
+        "topologySpreadConstraints": [_SPREAD],
+        "strategy": {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
+        "kernelCache": {"persistentVolumeClaim": {"claimName": "kernels"}},
+    },
+    "gateway": {"enabled": True, "keysSecret": "keys", "topologySpreadConstraints": [_SPREAD], **_POD},
+    "exporter": _POD,
+    "networkPolicy": {"enabled": True, "scrapeFrom": _SCRAPERS, "redisPorts": [6379, 26379]},
+}
 
 
 def unit(name: str) -> configparser.ConfigParser:
@@ -74,7 +99,7 @@ def test_a_unit_starts_a_command_that_exists_and_runs_without_privileges(name: s
     service = unit(name)["Service"]
     command = service["ExecStart"].split()
     help_text = subprocess.run(
-        [sys.executable, "-c", "from headrace_workers.cli import main; main()", *command[1:], "--help"],
+        [sys.executable, "-c", "from headrace_cli.main import main; main()", *command[1:], "--help"],
         capture_output=True,
         timeout=120,
         check=False,
@@ -85,14 +110,42 @@ def test_a_unit_starts_a_command_that_exists_and_runs_without_privileges(name: s
     assert service["NoNewPrivileges"] == "yes"
 
 
+@pytest.mark.parametrize("name", ["worker", "exporter", "gateway"])
+def test_a_unit_is_valid_for_systemd_and_well_confined(name: str, tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze is not installed (apt install systemd)")
+    text = (UNITS / f"headrace-{name}.service").read_text(encoding="utf-8")
+    file = tmp_path / f"headrace-{name}.service"
+    file.write_text(text.replace("/opt/headrace/bin/headrace", sys.executable), encoding="utf-8")
+    checked = subprocess.run([analyze, "verify", file], capture_output=True, text=True, timeout=60, check=False)
+    assert checked.returncode == 0, checked.stderr
+    assert file.name not in checked.stderr  # a warning about this unit
+    command = [analyze, "security", "--offline=true", "--threshold=20", file]  # of 100
+    judged = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert judged.returncode == 0, judged.stdout[-300:]
+
+
+@pytest.mark.parametrize("name", ["worker", "exporter", "gateway"])
+def test_a_unit_that_fails_at_each_start_stops_after_some(name: str) -> None:
+    parser = unit(f"headrace-{name}.service")
+    seconds, most = (int(parser["Unit"][f"StartLimit{what}"]) for what in ("IntervalSec", "Burst"))
+    assert most * (int(parser["Service"]["RestartSec"]) + 10) < seconds  # a failing start takes less than 10 s
+
+
 def test_the_worker_unit_drains_before_it_is_killed() -> None:
     service = unit("headrace-worker.service")["Service"]
     assert (service["KillMode"], service["KillSignal"]) == ("mixed", "SIGTERM")  # the engine must not get it
     assert int(service["TimeoutStopSec"]) > 30 + 5  # --grace-seconds, and the time for the last results
 
 
+def test_the_worker_unit_lets_torch_list_network_interfaces_as_vllm_does_at_its_start() -> None:
+    assert "AF_NETLINK" in unit("headrace-worker.service")["Service"]["RestrictAddressFamilies"].split()
+
+
 def test_the_gateway_unit_has_time_for_open_answers_and_no_more_rights_than_the_others() -> None:
     service, exporter = unit("headrace-gateway.service")["Service"], unit("headrace-exporter.service")["Service"]
+    assert service["KillMode"] == "mixed"  # the process for large bodies must not get SIGTERM
     assert int(service["TimeoutStopSec"]) > GatewaySettings().shutdown
     assert service["Environment"] == "HEADRACE_GATEWAY_KEYS=/etc/headrace/keys.toml"
     assert service["StateDirectoryMode"] == "0700"  # what callers upload lies there
@@ -170,12 +223,14 @@ def test_what_the_chart_renders_is_valid_kubernetes(tmp_path: Path) -> None:
 
     hpa = template(tmp_path, autoscaling={"kind": "hpa", "minReplicas": 1}, monitoring={})
     others = [found for worker in (NEURON_WORKER, VLLM_WORKER) for found in template(tmp_path, worker=worker)]
+    others += template(tmp_path, **IN_A_SHARED_CLUSTER)
     checked = []
     for manifest in [*template(tmp_path), *hpa, *others]:
         if manifest["kind"] not in custom_resources.SCHEMAS:
             kubernetes_validate.validate(manifest, "1.37", strict=True)
             checked.append(manifest["kind"])
     kinds = {"Deployment", "Service", "Secret", "ConfigMap", "PodDisruptionBudget", "HorizontalPodAutoscaler"}
+    kinds.add("NetworkPolicy")
     assert kinds == set(checked)
 
 
@@ -275,10 +330,57 @@ def test_a_worker_of_our_own_engine_has_nothing_of_another_one(manifests: dict[s
     environment = {entry["name"]: entry.get("value") for entry in worker["env"]}
     assert environment["HEADRACE_ENGINE"] == "headrace"
     assert {"HEADRACE_ENGINE_PYTHON", "HEADRACE_ENGINE_ARGS", "VLLM_CACHE_ROOT", "HOME"}.isdisjoint(environment)
-    (exporter,) = manifests["Deployment/demo-exporter"]["spec"]["template"]["spec"]["containers"]
-    assert worker["image"] == exporter["image"]
     assert "initContainers" not in pod
     assert {volume["name"] for volume in pod["volumes"]} == {"model", "tmp"}
+
+
+def test_the_exporter_runs_in_the_gateways_image_which_has_no_torch(manifests: dict[str, dict[str, Any]]) -> None:
+    (exporter,) = manifests["Deployment/demo-exporter"]["spec"]["template"]["spec"]["containers"]
+    assert exporter["image"].split(":")[0] == "headrace-gateway"
+
+
+def test_pods_of_a_shared_cluster_get_their_place_and_their_images(tmp_path: Path) -> None:
+    found = {
+        one["metadata"]["name"]: one["spec"]
+        for one in template(tmp_path, **IN_A_SHARED_CLUSTER)
+        if "Deploy" in one["kind"]
+    }
+    assert found["demo-worker"]["strategy"] == IN_A_SHARED_CLUSTER["worker"]["strategy"]
+    assert found["demo-gateway"]["strategy"] == {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
+    for name, deployment in found.items():
+        template_, pod = deployment["template"], deployment["template"]["spec"]
+        assert template_["metadata"]["annotations"] == {"team": "ml"}
+        assert (pod["priorityClassName"], pod["nodeSelector"]) == ("high", {"pool": "cpu"})
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+        spread = pod.get("topologySpreadConstraints")
+        selected = {"labelSelector": {"matchLabels": deployment["selector"]["matchLabels"]}}
+        assert spread == (None if name == "demo-exporter" else [{**_SPREAD, **selected}])
+
+
+def test_compiled_kernels_lie_in_a_private_folder_of_their_volume(tmp_path: Path) -> None:
+    pod = worker_pod(tmp_path, IN_A_SHARED_CLUSTER["worker"])
+    (worker,), (maker,) = pod["containers"], pod["initContainers"]
+    environment = {entry["name"]: entry.get("value") for entry in worker["env"]}
+    (cache,) = [mount for mount in worker["volumeMounts"] if mount["mountPath"] == environment["XDG_CACHE_HOME"]]
+    (made,) = maker["volumeMounts"]
+    assert maker["command"] == ["mkdir", "-p", "-m", "700", f"{made['mountPath']}/{cache['subPath']}"]
+    (volume,) = [one for one in pod["volumes"] if one["name"] == cache["name"] == made["name"]]
+    assert volume["persistentVolumeClaim"] == {"claimName": "kernels"}
+
+
+def test_a_network_policy_lets_a_pod_reach_names_and_redis_alone(tmp_path: Path) -> None:
+    found = template(tmp_path, **IN_A_SHARED_CLUSTER)
+    policies = {one["metadata"]["name"]: one["spec"] for one in found if one["kind"] == "NetworkPolicy"}
+    pods = {one["metadata"]["name"]: one["spec"]["selector"] for one in found if one["kind"] == "Deployment"}
+    assert policies.keys() == pods.keys()
+    for name, policy in policies.items():
+        assert policy["podSelector"] == pods[name]
+        names, redis = policy["egress"]
+        assert {port["port"] for port in names["ports"]} == {53}
+        assert redis == {"ports": [{"port": 6379}, {"port": 26379}]}
+        scraped, *others = policy["ingress"]
+        assert scraped["from"] == _SCRAPERS
+        assert others == ([{"ports": [{"port": 8000}]}] if name == "demo-gateway" else [])
 
 
 @pytest.mark.parametrize("worker", [VLLM_WORKER, NEURON_WORKER, {}], ids=["vllm", "neuron", "plain"])
@@ -298,6 +400,8 @@ def test_the_environment_of_a_pod_are_settings_of_a_worker(tmp_path: Path, worke
         ({"sharedMemory": "8 GB"}, "sharedMemory"),
         ({"tensorParallelSize": 0}, "tensorParallelSize"),
         ({"gpus": "2"}, "gpus"),
+        ({"podAnnotations": {"port": 9464}}, "podAnnotations"),
+        ({"topologySpreadConstraints": [{"maxSkew": 1}]}, "topologySpreadConstraints"),
     ],
 )
 def test_a_wrong_value_of_a_worker_is_refused(tmp_path: Path, worker: dict[str, Any], told: str) -> None:
@@ -321,7 +425,8 @@ def test_a_gateway_has_keys_probes_and_time_for_open_answers(manifests: dict[str
     pod = deployment["template"]["spec"]
     (gateway,) = pod["containers"]
     environment = {entry["name"]: entry.get("value") for entry in gateway["env"]}
-    assert set(environment) <= {option.envvar for option in gateway_command.params if isinstance(option, click.Option)}
+    known = {"HEADRACE_REDIS_URL"} | {variable_of(option, GATEWAY_PREFIX) for option in options_of(GatewaySettings)}
+    assert set(environment) <= known
     (sleep,) = [int(word) for word in gateway["lifecycle"]["preStop"]["exec"]["command"][1:]]
     assert pod["terminationGracePeriodSeconds"] > sleep + int(environment["HEADRACE_GATEWAY_SHUTDOWN"])
     secrets = {volume["name"]: volume["secret"] for volume in pod["volumes"] if "secret" in volume}
@@ -354,9 +459,8 @@ def test_a_gateway_has_keys_probes_and_time_for_open_answers(manifests: dict[str
 
 
 def test_without_a_gateway_the_chart_has_nothing_of_one(tmp_path: Path) -> None:
-    assert "gateway" not in json.dumps(
-        [found for found in template(tmp_path, gateway={}) if found["kind"] not in ("PrometheusRule", "ConfigMap")]
-    )
+    found = [each for each in template(tmp_path, gateway={}) if each["kind"] not in ("PrometheusRule", "ConfigMap")]
+    assert "gateway" not in json.dumps(found).replace("headrace-gateway:", "")  # the image, for the exporter
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
@@ -9,7 +11,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from headrace_monitoring.exposition import ExpositionFormat, render
 from headrace_monitoring.labels import LabelSets
-from headrace_monitoring.metrics import Metrics
+from headrace_monitoring.metrics import Metrics, Publication
 from unit.monitoring.scrape import EXPORTER, PROMETHEUS_ACCEPTS, STEP
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -41,7 +43,7 @@ def request(metrics: Metrics, trace_id: str | None) -> None:
     metrics.request_started()
     metrics.request_admitted(0.03, trace_id=trace_id)
     metrics.first_token(0.4, 0.3, 0.2, trace_id=trace_id)
-    metrics.tokens_followed(4, 0.08, trace_id=trace_id)
+    metrics.published(Publication(4, Counter({(4, 0.08, trace_id): 1})))
     metrics.request_finished("stop", 3.0, 10, 0, 5, decode_seconds=2.0, decoded_tokens=4, trace_id=trace_id)
 
 

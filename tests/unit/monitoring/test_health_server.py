@@ -15,9 +15,8 @@ import pytest
 from headrace_monitoring import health
 from headrace_monitoring.errors import HealthAddressError
 from headrace_monitoring.exposition import ExpositionFormat
-from headrace_monitoring.health import HealthServer
+from headrace_monitoring.health import HealthServer, WorkerHealth
 from headrace_monitoring.metrics import Metrics
-from headrace_monitoring.worker_health import WorkerHealth
 from unit.monitoring.scrape import PROMETHEUS_ACCEPTS, Clock
 
 Answer = tuple[int, dict[str, str], bytes]
@@ -103,11 +102,11 @@ def test_head_gets_the_headers_alone(server: HealthServer) -> None:
     ("request_bytes", "status"),
     [
         (b"GET /secret HTTP/1.1\r\n\r\n", 404),
-        (b"POST /metrics HTTP/1.1\r\n\r\n", 405),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", 501),
         (b"\x16\x03\x01\x02\r\n\r\n", 400),
-        (b"GET /metrics\r\n\r\n", 400),
+        (b"GET /metrics HTTP/2x\r\n\r\n", 400),
         (b"GET /health/live?verbose=1 HTTP/1.0\r\n\r\n", 200),
-        (b"GET /metrics HTTP/1.1\r\nX: " + b"x" * health.MAX_REQUEST_BYTES, 431),
+        (b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 2**17, 431),
     ],
 )
 def test_each_request_gets_the_status_it_deserves(server: HealthServer, request_bytes: bytes, status: int) -> None:
@@ -176,6 +175,7 @@ def test_stop_frees_the_port_and_ends_the_thread(metrics: Metrics, worker: Worke
     server = HealthServer(exposition=metrics.exposition, not_ready=worker.not_ready, not_alive=worker.not_alive)
     server.start()
     with connect(server) as idle:
+        ask(server, "/health/live")  # the connection before it is accepted
         server.stop()
         assert idle.recv(1) == b""
     assert not [thread for thread in threading.enumerate() if thread.name == "headrace-health"]

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ def _restore_logging() -> Iterator[None]:
     configure_logging()  # which closes the file of an earlier call
     root.handlers[:] = handlers
     root.setLevel(level)
+    logging.captureWarnings(False)
     structlog.reset_defaults()
     structlog.contextvars.clear_contextvars()
 
@@ -45,6 +47,15 @@ def stream() -> io.StringIO:
 def lines(stream: io.StringIO) -> Lines:
     configure_logging("debug", json=True, stream=stream)
     return lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_warning_of_python_is_a_line_of_the_log(lines: Lines) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("a superuser runs the worker", RuntimeWarning, stacklevel=1)
+    [line] = lines()
+    assert "RuntimeWarning: a superuser runs the worker" in line["event"]
+    assert line["level"] == "warning"
 
 
 def test_our_loggers_and_the_standard_ones_come_out_alike(lines: Lines) -> None:
@@ -167,7 +178,7 @@ def test_a_terminal_gets_readable_lines_and_anything_else_json() -> None:
 
 
 def test_an_unknown_level_is_refused_by_name() -> None:
-    with pytest.raises(LogLevelError, match="unknown log level 'loud'; use one of DEBUG, INFO"):
+    with pytest.raises(LogLevelError, match="the log level must be one of DEBUG, INFO"):
         configure_logging("loud")
 
 

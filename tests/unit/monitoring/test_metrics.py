@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,15 +13,16 @@ from prometheus_client import CollectorRegistry
 
 from headrace_monitoring import buckets
 from headrace_monitoring.exposition import ExpositionFormat
-from headrace_monitoring.labels import OUTCOMES, LabelSets
-from headrace_monitoring.metrics import LONGEST_SECONDS, Metrics
+from headrace_monitoring.labels import LabelSets
+from headrace_monitoring.metrics import LONGEST_SECONDS, Metrics, Publication
+from headrace_wire.codes import FINISH_REASONS
 from unit.monitoring.scrape import STEP, Clock, Scrape, calls_by_the_standard_writer
 
 
 def test_every_family_has_its_children_before_anything_happened(metrics: Metrics) -> None:
     scrape = Scrape(metrics)
     assert [family.name for family in scrape.families if not family.samples] == []
-    for outcome in OUTCOMES:
+    for outcome in FINISH_REASONS:
         assert scrape.value("headrace_requests_total", model="tiny", outcome=outcome) == 0
     for reason in ("crash", "stall", "out_of_memory", "recompilation", "other"):
         assert scrape.value("headrace_engine_restarts_total", reason=reason) == 0
@@ -33,15 +35,13 @@ def test_no_series_appears_that_the_first_scrape_did_not_have(metrics: Metrics) 
     metrics.dead_lettered("a reason nobody foresaw")
     metrics.request_started()
     metrics.first_token(0.4, 0.1)
-    metrics.tokens_published(3)
-    metrics.tokens_followed(2, 0.05)
+    metrics.published(Publication(3, Counter({(2, 0.05, None): 1}), 0.01, 0.02))
     metrics.step(STEP)
     metrics.request_admitted(0.1)
     metrics.request_finished("stop", 1.5, prompt_tokens=20, cached_tokens=8, generation_tokens=3, tenant="nobody knows")
     metrics.request_refused("rejected", "nobody knows")
     metrics.loop_lag(0.01)
-    metrics.result_phases(0.01, 0.02)
-    metrics.stream_entries(3)
+    metrics.entries_written(3, 0.001)
     metrics.engine_up(True)
     metrics.engine_restarted("cosmic ray")
     metrics.worker_state("ready")
@@ -101,11 +101,11 @@ def test_no_enqueue_time_can_spoil_a_sum(seconds: float) -> None:
     assert 0 <= total <= 30 * 24 * 3600
 
 
-def test_requests_in_flight_are_those_started_and_neither_finished_nor_handed_back(metrics: Metrics) -> None:
+def test_requests_in_flight_are_those_started_and_neither_finished_nor_requeued(metrics: Metrics) -> None:
     for _ in range(4):
         metrics.request_started()
     metrics.request_finished("cancelled", 1.0, prompt_tokens=5, cached_tokens=0, generation_tokens=1)
-    metrics.request_handed_back()
+    metrics.request_requeued()
     metrics.request_refused("rejected")
     scrape = Scrape(metrics)
     assert scrape.value("headrace_requests_in_flight") == 2
@@ -114,18 +114,18 @@ def test_requests_in_flight_are_those_started_and_neither_finished_nor_handed_ba
 
 
 def test_only_served_requests_enter_the_duration_and_length_histograms(metrics: Metrics) -> None:
-    for outcome in OUTCOMES:
+    for outcome in FINISH_REASONS:
         metrics.request_started()
         metrics.request_finished(outcome, 2.0, prompt_tokens=10, cached_tokens=4, generation_tokens=7)
     scrape = Scrape(metrics)
     for histogram in ("request_duration_seconds", "request_prompt_tokens", "request_generation_tokens"):
         assert scrape.value(f"headrace_{histogram}_count") == 2  # stop and length
-    assert scrape.value("headrace_prompt_tokens_total", source="cached") == 4 * len(OUTCOMES)
-    assert scrape.value("headrace_prompt_tokens_total", source="computed") == 6 * len(OUTCOMES)
+    assert scrape.value("headrace_prompt_tokens_total", source="cached") == 4 * len(FINISH_REASONS)
+    assert scrape.value("headrace_prompt_tokens_total", source="computed") == 6 * len(FINISH_REASONS)
 
 
 def test_a_chunk_of_several_tokens_counts_as_equal_gaps(metrics: Metrics) -> None:
-    metrics.tokens_followed(4, 0.2)
+    metrics.published(Publication(4, Counter({(4, 0.2, None): 1})))
     scrape = Scrape(metrics)
     assert scrape.value("headrace_inter_token_latency_seconds_count") == 4
     assert scrape.value("headrace_inter_token_latency_seconds_bucket", le="0.05") == 4
@@ -134,7 +134,7 @@ def test_a_chunk_of_several_tokens_counts_as_equal_gaps(metrics: Metrics) -> Non
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, buckets.INTER_TOKEN_LATENCY[0], 1e9])
 def test_chunks_of_a_step_count_as_each_by_itself(metrics: Metrics, seconds: float) -> None:
-    metrics.tokens_followed(2, seconds, chunks=3)
+    metrics.published(Publication(6, Counter({(2, seconds, None): 3})))
     together = Scrape(metrics).samples
     one_by_one = Metrics(model=metrics._model, queue=f"headrace.{metrics._model}")
     for _ in range(6):
@@ -145,7 +145,7 @@ def test_chunks_of_a_step_count_as_each_by_itself(metrics: Metrics, seconds: flo
 
 
 def test_a_traced_chunk_is_an_exemplar_of_one_of_its_gaps(metrics: Metrics) -> None:
-    metrics.tokens_followed(4, 0.2, trace_id="0af7651916cd43dd8448eb211c80319c")
+    metrics.published(Publication(4, Counter({(4, 0.2, "0af7651916cd43dd8448eb211c80319c"): 1})))
     assert Scrape(metrics).value("headrace_inter_token_latency_seconds_count") == 4
     exposition = metrics.exposition(ExpositionFormat.OPENMETRICS).decode()
     assert exposition.count("0af7651916cd43dd8448eb211c80319c") == 1
@@ -248,12 +248,11 @@ def test_an_empty_queue_is_shown_as_zero(metrics: Metrics) -> None:
     assert scrape.value("headrace_queue_oldest_message_age_seconds") == 0
 
 
-def test_words_of_another_package_get_series_of_their_own() -> None:
-    metrics = Metrics(model="m", queue="q", label_sets=LabelSets(dead_letter_reasons=("bad_body",)))
+def test_a_dead_letter_of_an_unknown_reason_counts_as_other(metrics: Metrics) -> None:
+    metrics.dead_lettered("poison: it killed two engines")
     metrics.dead_lettered("bad_body")
-    metrics.dead_lettered("poison")
     scrape = Scrape(metrics)
-    assert scrape.value("headrace_queue_dead_lettered_messages_total", reason="bad_body") == 1
+    assert scrape.value("headrace_queue_dead_lettered_messages_total", reason="poison") == 1
     assert scrape.value("headrace_queue_dead_lettered_messages_total", reason="other") == 1
 
 

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
+from headrace_cli.demo.demo import EXPORTER_PORT, WORKER_PORT
 from headrace_monitoring import buckets, dashboards
 from headrace_monitoring.metrics import Metrics
-from headrace_workers.demo import EXPORTER_PORT, WORKER_PORT
 from unit.monitoring.scrape import EXPORTER, GATEWAY, Scrape
+
+pytestmark = pytest.mark.rotated("monitoring", "deploy", "docs/runbooks", "docs/monitoring.md")
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMETHEUS = ROOT / "monitoring" / "prometheus"
@@ -174,7 +176,7 @@ def test_grafana_finds_the_data_source_and_the_dashboards(rules: list[dict[str, 
     ],
     ids=" ".join,
 )
-def test_promtool_agrees(arguments: str) -> None:
+def test_promtool_accepts_the_configuration_and_the_rules(arguments: str) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not on PATH (it comes with Prometheus)")

@@ -22,13 +22,13 @@ DIFFERENT = ("running", "waiting", "kv_blocks_used", "kv_blocks_free", "kv_block
 
 def test_an_engine_that_tells_every_number_has_every_series(metrics: Metrics) -> None:
     before = set(Scrape(metrics).samples)
-    metrics.steps_tell_only(NUMBERS)
+    metrics.steps_report_only(NUMBERS)
     metrics.step(STEP)
     assert set(Scrape(metrics).samples) == before
 
 
 def test_a_number_that_the_engine_does_not_tell_has_no_series(metrics: Metrics) -> None:
-    metrics.steps_tell_only(DIFFERENT)
+    metrics.steps_report_only(DIFFERENT)
     metrics.step(replace(STEP, kv_blocks_cached=0))
     metrics.request_admitted(0.5)
     scrape = Scrape(metrics)
@@ -50,7 +50,7 @@ def absent() -> set[str]:
 
 
 def test_the_registry_itself_leaves_them_out(metrics: Metrics) -> None:
-    metrics.steps_tell_only(DIFFERENT)
+    metrics.steps_report_only(DIFFERENT)
     text = generate_latest(metrics.registry).decode()
     families = {family.name for family in text_string_to_metric_families(text)}
     assert families & set(SOURCES) == set(SOURCES) - absent()
@@ -58,7 +58,7 @@ def test_the_registry_itself_leaves_them_out(metrics: Metrics) -> None:
 
 def test_series_of_the_worker_itself_need_no_engine_that_tells_anything(metrics: Metrics) -> None:
     before = {name for name, _ in Scrape(metrics).samples}
-    metrics.steps_tell_only(())
+    metrics.steps_report_only(())
     metrics.step(STEP)
     scrape = Scrape(metrics)
     assert scrape.value("headrace_engine_last_step_timestamp_seconds") == 1000.0
@@ -69,9 +69,9 @@ def test_series_of_the_worker_itself_need_no_engine_that_tells_anything(metrics:
 
 
 def test_the_next_engine_process_may_tell_more(metrics: Metrics) -> None:
-    metrics.steps_tell_only(())
+    metrics.steps_report_only(())
     metrics.step(STEP)
-    metrics.steps_tell_only(("preemptions",))
+    metrics.steps_report_only(("preemptions",))
     assert Scrape(metrics).value("headrace_engine_preemptions_total") == 1
 
 

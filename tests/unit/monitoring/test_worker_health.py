@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from headrace_monitoring.health import WorkerHealth
 from headrace_monitoring.labels import WorkerState
-from headrace_monitoring.worker_health import WorkerHealth
 from unit.monitoring.scrape import Clock
 
 

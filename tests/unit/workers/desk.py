@@ -6,17 +6,18 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.core.outputs import EngineCoreOutput
-from headrace_engine.logits_processor import load_logits_processors
-from headrace_engine.request import FinishReason
+from headrace_engine.options.capabilities import EngineCapabilities
+from headrace_engine.options.logits_processor import load_logits_processors
+from headrace_engine.requests.request import FinishReason
+from headrace_monitoring.health import WorkerHealth
 from headrace_monitoring.metrics import Metrics
-from headrace_monitoring.worker_health import WorkerHealth
-from headrace_workers.adapters import Adapters
-from headrace_workers.dispatcher import Dispatcher
-from headrace_workers.preemption import Preemption
-from headrace_workers.preparation_lane import Answer, Verdict
-from headrace_workers.preparation_process import GrammarCachingProcessor, Preparer
+from headrace_workers.engine_link.adapters import Adapters
+from headrace_workers.preparation.lane import Answer, Verdict
+from headrace_workers.preparation.process import GrammarCachingProcessor, Preparer
+from headrace_workers.requests.dispatcher import Dispatcher
+from headrace_workers.requests.preemption import Preemption
+from headrace_workers.requests.service_state import ServedModel
 from unit.monitoring.scrape import Scrape
 from unit.workers.fakes import (
     CAPABILITIES,
@@ -110,35 +111,40 @@ class Desk:
         self.results: dict[str, dict[str, Any]] = {}
         self.given_up: list[str] = []
         self.dispatcher = Dispatcher(
+            ServedModel(
+                names=["tiny"],
+                adapters=adapters or Adapters({}),
+                max_num_seqs=max_num_seqs,
+                max_delay_seconds=3600,
+                preparation_settings={"logits_processors": list(logits_processors)},
+                engine=engine,
+                share_prefix_cache=share_prefix_cache,
+            ),
             client=self.redis,  # type: ignore[arg-type]
             stream_ttl_seconds=60,
-            served_names=["tiny"],
-            adapters=adapters or Adapters({}),
             worker_name="w",
             supervise=lambda _events: self.engine,  # type: ignore[arg-type, return-value]
             make_lane=make_lane,
-            preparation_settings={"logits_processors": list(logits_processors)},
-            share_prefix_cache=share_prefix_cache,
-            max_num_seqs=max_num_seqs,
-            max_delay_seconds=3600,
             metrics=self.metrics,
             health=WorkerHealth(),
             store_result=lambda request_id, result, _: self.results.__setitem__(request_id, result),
+            on_refused=lambda _reason: None,
             on_given_up=self.given_up.append,
             preemption=Preemption(max_preemptions, max_num_seqs, self.metrics),
-            engine=engine,
             publish_interval=publish_interval,
         )
         self.quick, self.slow = lanes[True], lanes[False]
+        self.admission, self.watch = self.dispatcher.admission, self.dispatcher.engine
+        self.in_flight = self.watch.in_flight
         self.dispatcher.attach(self.hub)
-        self.dispatcher.on_engine_ready(MODEL, capabilities)
-        self.plain = self.dispatcher._preparation._plain
+        self.watch.on_engine_ready(MODEL, capabilities)
+        self.plain = self.admission.preparation._plain
         if not prepares_plain_requests:  # then all go through the lanes, where a test can hold them
-            self.dispatcher._preparation._plain = None
+            self.admission.preparation._plain = None
 
     def accept(self, request: FakeCeleryRequest) -> FakeCeleryRequest:
         request.results = self.results
-        self.dispatcher.accept(request)
+        self.admission.accept(request)
         return request
 
     def generate(self, *token_ids: int, finish: FinishReason | None = None, waiting: int = 0) -> None:
@@ -147,7 +153,7 @@ class Desk:
             EngineCoreOutput(request_id=request.request_id, new_token_ids=[token_id], finish_reason=finish)
             for request, token_id in zip(self.engine.sent, token_ids, strict=True)
         ]
-        self.dispatcher.on_engine_outputs(step(*outputs, waiting=waiting))
+        self.watch.on_engine_outputs(step(*outputs, waiting=waiting))
 
     def settle(self) -> None:
         """Wait until the finisher's thread is idle."""
@@ -168,9 +174,9 @@ class Desk:
     def assert_idle(self) -> None:
         self.settle()
         assert self.dispatcher.is_idle
-        assert self.dispatcher.credit() == 4
+        assert self.admission.free_slots() == 4
         assert self.value("headrace_requests_in_flight") == 0
-        assert len(self.dispatcher._in_flight._output_processor) == 0
+        assert len(self.in_flight._output_processor) == 0
         assert self.hub.pending() == []
 
     def value(self, name: str, **labels: str) -> float:

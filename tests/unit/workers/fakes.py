@@ -7,9 +7,9 @@ import os
 import select
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import msgpack
 import redis
@@ -18,14 +18,15 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 
 from headrace_broker.keys import PROBE_KEY
-from headrace_broker.reasons import DeadLetterReason
+from headrace_broker.queue.worker_port import DeliveryInfo
 from headrace_broker.scripts import script
-from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.core.outputs import STEP_STATS, EngineCoreOutput, EngineCoreOutputs, StepStats
-from headrace_engine.request import EngineCoreRequest
+from headrace_engine.options.capabilities import EngineCapabilities
+from headrace_engine.requests.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
-from headrace_engine.token_pieces import TokenPieces
-from headrace_engine.tokenizer_parts import TokenizerParts
+from headrace_engine.text.token_pieces import TokenPieces
+from headrace_engine.text.tokenizer_parts import TokenizerParts
+from headrace_wire.codes import DeadLetterReason
 from unit.engine.letters import load_tokenizer
 
 MODEL = ModelInfo(
@@ -46,6 +47,7 @@ class FakeTokenizer:
     """Makes one token of each letter."""
 
     eos_token_id = None
+    start_ids: ClassVar[list[int]] = []
 
     def __init__(self) -> None:
         vocabulary = {chr(ord("a") + number): 10 + number for number in range(26)}
@@ -187,6 +189,7 @@ class FakeSupervisor:
         self.tokenizer_parts = TokenizerParts(tokenizer_json="", special_tokens={})
         self.pid = 4711
         self.sent: list[EngineCoreRequest] = []
+        self.ended: set[str] = set()
         self.aborted: list[str] = []
         self.send_error: Exception | None = None
         self.has_work = False
@@ -224,7 +227,6 @@ class FakeCeleryRequest:
         **headers: Any,
     ) -> None:
         self.id = request_id
-        self.content = content
         kwargs = kwargs if kwargs is not None else {"prompt": "abc", "sampling_params": {"max_tokens": 4}}
         self.body: bytes = msgpack.packb([[], kwargs, {}])
         self.content_type, self.content_encoding = "application/x-msgpack", "binary"
@@ -239,10 +241,8 @@ class FakeCeleryRequest:
         self.results: dict[str, dict[str, Any]] = {}
         self.dead_letter_reason: str | None = None
         self.tokens: int | None = None
-        self.over_quota: int = headers.pop("over_quota", 0)
-        self.queued_at: float | None = headers.pop("queued_at", None)
-        self.step: int = headers.pop("step", 0)
-        self.preemptions: int = headers.pop("preemptions", 0)
+        known = ("queued_at", "step", "over_quota", "preemptions", "choices")
+        self.delivery = DeliveryInfo(content, **{name: headers.pop(name) for name in known if name in headers})
 
     def revoked(self) -> bool:
         if self.is_revoked:
@@ -264,9 +264,10 @@ class FakeCeleryRequest:
     def finish_as_dead_letter(self, reason: DeadLetterReason, detail: str) -> None:
         self.dead_letter_reason = reason.saying(detail)
 
-    def hand_back(self, *, is_counted: bool = False, is_preempted: bool = False) -> None:
+    def requeue(self, *, is_counted: bool = False, is_preempted: bool = False, choices: int | None = None) -> None:
         assert not (is_counted and is_preempted)
-        self.fate.append("preempted" if is_preempted else "handed back, counted" if is_counted else "handed back")
+        self.delivery = replace(self.delivery, choices=choices or self.delivery.choices)
+        self.fate.append("preempted" if is_preempted else "requeued, counted" if is_counted else "requeued")
 
     def postpone(self, seconds: float, *, keeps_place: bool = False) -> None:
         self.fate.append(f"postponed by {seconds:.0f} s" + (" at its place" if keeps_place else ""))

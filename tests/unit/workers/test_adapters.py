@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace_workers.adapters import Adapters
+from headrace_workers.engine_link.adapters import Adapters
 from headrace_workers.errors import WorkerSettingsError
 from headrace_workers.settings import WorkerSettings
 from unit.workers.desk import Desk

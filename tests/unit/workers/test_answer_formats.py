@@ -2,6 +2,8 @@
 
 # ruff: noqa: RUF001  # DeepSeek's tags have wide bars
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +12,14 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
 from headrace_broker import TemplateTraits
-from headrace_engine.tokenizer_parts import TokenizerParts
+from headrace_engine.text.chat_history import PROBE_TOOLS, probe_call
+from headrace_engine.text.chat_template import written_call
+from headrace_engine.text.tokenizer_parts import TokenizerParts
+from headrace_gateway.parsers.events import CallArguments, CallBegins
 from headrace_gateway.parsers.registry import REASONING_PARSERS, TOOL_PARSERS, make_parser
-from headrace_workers.answer_formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormats
+from headrace_gateway.requests.call import Function
 from headrace_workers.errors import WorkerSettingsError
+from headrace_workers.preparation.answer_formats import REASONING_FORMATS, TOOL_FORMATS, AnswerFormats
 from headrace_workers.settings import WorkerSettings
 
 QWEN_25 = r"""{%- if tools %}
@@ -46,7 +52,10 @@ LLAMA_31 = r"""{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
     {{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}{{- tool_call.arguments | tojson }}{{- "}" }}
 {%- endif %}"""
 LLAMA_32 = r"""{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
-{%- if tools is not none %}{{- "Environment: ipython\n" }}{%- endif %}
+{%- if tools is not none %}
+    {{- "Environment: ipython\n" }}
+    {{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.' }}
+{%- endif %}
 {{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}{{- tool_call.arguments | tojson }}{{- "}" }}"""
 LLAMA_4_PYTHONIC = r"""{%- if tools is not none %}
     {{- "If you decide to invoke any of the function(s), you MUST put it in the format of " }}
@@ -181,16 +190,23 @@ def test_tags_that_are_special_tokens_are_reported(template: str, tag: str) -> N
     assert not formats(template, "<eos>")["template"].special_tags
 
 
+@pytest.mark.parametrize(("template", "tag"), [(QWEN_3, "</think>"), (MAGISTRAL, "[THINK]"), (GPT_OSS, "<|channel|>")])
+def test_tags_of_reasoning_that_are_special_tokens_are_reported(template: str, tag: str) -> None:
+    assert formats(template, "<eos>", tag)["template"].special_think_tags
+    assert not formats(template, "<eos>")["template"].special_think_tags
+
+
 def test_a_separate_template_for_tools_takes_precedence() -> None:
     assert formats(SMOLLM_2, tool_chat_template=QWEN_25)["tool_parser"] == "hermes"
 
 
 def test_a_template_with_tags_that_jinja_does_not_know_is_read() -> None:
     template = (
-        "{%- generation -%}{{ message.content }}{% break %}{% endgeneration %}{% if tools %}<tool_call>{% endif %}"
+        "{%- generation -%}{{ message.content }}{% break %}{% endgeneration %}"
+        "{% if tools %}<tool_call> name, arguments{% endif %}"
     )
     assert formats(template.replace("{% break %}", ""))["tool_parser"] == "hermes"
-    assert formats("{% unknown_tag %} tools <tool_call>")["tool_parser"] == "hermes"
+    assert formats("{% unknown_tag %} tools <tool_call> arguments")["tool_parser"] == "hermes"
 
 
 def test_the_operators_choice_takes_precedence_over_the_template() -> None:
@@ -207,9 +223,89 @@ def test_a_detected_format_is_dropped_if_it_does_not_fit_the_operators_choice() 
     assert (said["tool_parser"], said["reasoning_parser"]) == (None, "think")
 
 
+def shown(call: str, before: str = "") -> str:
+    """A template that shows tools, and earlier calls in this form."""
+    return (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|{{ m.role }}|>"
+        "{% if m.tool_calls %}" + before + "{% for c in m.tool_calls %}" + call + "{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+
+
+JSON = "{{ c.function.arguments | tojson }}"
+OBJECT = '{"name": "{{ c.function.name }}", "arguments": ' + JSON + "}"
+XML = (
+    "<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n"
+    "</parameter>\n{% endfor %}</function>"
+)
+NAME = "{{ c.function.name }}"
+GLM_ARGUMENTS = (
+    "{% for k, v in c.function.arguments.items() %}"
+    "<arg_key>{{ k }}</arg_key>\n<arg_value>{{ v }}</arg_value>\n{% endfor %}"
+)
+DEEPSEEK = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+INVOKE = f'<tool_call><invoke name="{NAME}">{JSON}</invoke></tool_call>'
+PYTHON = (
+    "{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}"
+    "{{ '' if loop.last else ', ' }}{% endfor %})"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_parser"),
+    [
+        (shown(f"<tool_call>\n{OBJECT}\n</tool_call>"), "hermes"),
+        (shown(f"<tool_call>\n{XML}\n</tool_call>"), "qwen3_xml"),
+        (shown(f"<seed:tool_call>\n{XML}\n</seed:tool_call>"), "qwen3_xml"),
+        (shown("<tool_call>{{ c.function.name }}\n" + GLM_ARGUMENTS + "</tool_call>"), "glm45"),
+        (shown(OBJECT.replace('arguments"', 'parameters"')), "llama3_json"),
+        (shown("[TOOL_CALLS]{{ c.function.name }}[ARGS]" + JSON), "mistral"),
+        (shown(f"[{OBJECT}]", before="[TOOL_CALLS]"), "mistral"),
+        (shown(f"functools[{OBJECT}]"), "phi4_mini_json"),
+        (shown(f"<|tool_call|>[{OBJECT}]"), "granite"),
+        (shown(f"[{PYTHON}]"), "pythonic"),
+        (shown(f"<function_calls>{PYTHON}</function_calls>"), "pythonic"),
+        (shown(DEEPSEEK.format(NAME, JSON)), "deepseek_v31"),
+        (shown(DEEPSEEK.format("function", f"{NAME}\n```json\n{JSON}\n```")), "deepseek_v3"),
+        (shown(f" to=functions.{NAME}<|channel|>commentary json<|message|>{JSON}<|call|>"), "openai"),
+        # these have no parser, though they contain texts of the others
+        pytest.param(shown("<function={{ c.function.name }}>" + JSON + "</function>"), None, id="functionary 3.1"),
+        pytest.param(
+            shown('<|START_ACTION|>[{"tool_name": "{{ c.function.name }}", "parameters": ' + JSON + "}]<|END_ACTION|>"),
+            None,
+            id="command",
+        ),
+        pytest.param(shown(INVOKE), None, id="minimax"),
+        pytest.param(shown(f"<tool_calls>[{OBJECT}]</tool_calls>"), None, id="apriel"),
+        pytest.param(shown(f"<|tool_call_start|>[{PYTHON}]<|tool_call_end|>"), None, id="lfm2"),
+    ],
+)
+def test_the_format_of_an_earlier_call_is_the_one_whose_parser_reads_it(template: str, tool_parser: str | None) -> None:
+    assert formats(template)["tool_parser"] == tool_parser
+    written = written_call(template, {})
+    assert written is not None
+    function = probe_call("a")["function"]
+    tools = [Function(function["name"], PROBE_TOOLS[0]["function"]["parameters"])]
+    readers = set()
+    for name in TOOL_PARSERS:
+        parser = make_parser(name, None, tools=tools, prompt_tail=None)
+        events = [*parser.feed(written), *parser.finish()]
+        arguments = "".join(event.json for event in events if isinstance(event, CallArguments))
+        others = [event for event in events if not isinstance(event, CallArguments | CallBegins)]
+        if arguments and not others and json.loads(arguments) == function["arguments"]:
+            readers.add(name)
+    assert tool_parser in readers if tool_parser is not None else not readers
+
+
 def test_workers_and_gateways_have_the_same_formats() -> None:
     assert set(TOOL_FORMATS) == TOOL_PARSERS
     assert set(REASONING_FORMATS) == REASONING_PARSERS
+
+
+def test_every_format_is_documented() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "tool-calls.md").read_text(encoding="utf-8")
+    rows = "".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| `"))
+    assert {name for name in TOOL_PARSERS | REASONING_PARSERS if f"`{name}`" not in rows} == set()
 
 
 def settings(monkeypatch: pytest.MonkeyPatch, tool_parser: str, reasoning_parser: str) -> WorkerSettings:
@@ -229,14 +325,14 @@ def test_every_format_may_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_format_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        WorkerSettingsError, match=r"HEADRACE_TOOL_PARSER: .*must be auto, none or one of openai, .*'xml'"
+        WorkerSettingsError, match=r"HEADRACE_TOOL_PARSER .*must be auto, none or one of openai, .*'xml'"
     ):
         settings(monkeypatch, "xml", "auto")
-    with pytest.raises(WorkerSettingsError, match=r"HEADRACE_REASONING_PARSER: .*think, got 'deepseek_r1'"):
+    with pytest.raises(WorkerSettingsError, match=r"HEADRACE_REASONING_PARSER .*think, got 'deepseek_r1'"):
         settings(monkeypatch, "auto", "deepseek_r1")
 
 
 @pytest.mark.parametrize("reasoning_parser", ["think", "mistral"])
 def test_formats_that_exclude_each_other_are_refused(monkeypatch: pytest.MonkeyPatch, reasoning_parser: str) -> None:
-    with pytest.raises(WorkerSettingsError, match=r"HEADRACE_REASONING_PARSER: .*if HEADRACE_TOOL_PARSER is openai"):
+    with pytest.raises(WorkerSettingsError, match=r"HEADRACE_REASONING_PARSER .*if HEADRACE_TOOL_PARSER is openai"):
         settings(monkeypatch, "openai", reasoning_parser)

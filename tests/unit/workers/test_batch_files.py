@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace_cli.batch.batch_run import RunFile
 from headrace_gateway.batch.answer_file import AnswerFile
 from headrace_gateway.batch.input_file import InputFile
+from headrace_gateway.batch.line import MAX_LINE_BYTES, read_line
 from headrace_gateway.batch.validation import KnownLine, check_input, find_answered
-from headrace_gateway.batch_line import MAX_LINE_BYTES, read_line
 from headrace_gateway.errors import BatchError, InputRefusedError
-from headrace_gateway.model_catalog import ModelCatalog
-from headrace_workers.batch.run_file import RunFile
+from headrace_gateway.keys.model_catalog import ModelCatalog
 from unit.gateway.bodies import CHAT, model
 
 
@@ -65,6 +66,19 @@ def test_blank_lines_are_skipped_but_counted(tmp_path: Path) -> None:
     with InputFile(name) as source:
         assert [number for number, _ in source.lines()] == [2, 4]
         assert [number for number, _ in source.lines()] == [2, 4]
+
+
+async def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(BOM_UTF8 + json.dumps(request("a")).encode() + b"\n")
+    assert list(await check(str(path))) == ["a"]
+
+
+async def test_a_strict_gateway_refuses_lines_with_ignored_fields(tmp_path: Path) -> None:
+    line = request("a", body={**CHAT, "chat_id": "7"})
+    with InputFile(written(tmp_path / "in", line)) as source, pytest.raises(InputRefusedError) as refusal:
+        await check_input(source, ModelCatalog(Models()), strict=True)  # type: ignore[arg-type]
+    assert (refusal.value.problems[0].code, refusal.value.problems[0].param) == ("unsupported_parameter", "chat_id")
 
 
 async def test_a_line_that_is_too_long_is_refused_and_the_next_one_is_read(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from headrace_broker.app import make_app
 from headrace_broker.settings import BrokerSettings
-from headrace_workers.celery_commands import conf, report
+from headrace_workers.celery.commands import conf, report
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 from celery import Celery
 from celery.events import EventDispatcher
 
-from headrace_workers.consumer import EngineConsumer
+from headrace_workers.celery.consumer import EngineConsumer
 
 
 class Producer:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from headrace_workers.control_messages import ControlMessage, ControlMessageError
+from headrace_workers.celery.control_messages import ControlMessage, ControlMessageError
 
 REPLIES = "reply.celery.pidbox"
 

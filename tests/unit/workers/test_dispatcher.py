@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import redis
 
-from headrace_broker.dead_letters import DeadLetter
+from headrace_broker.queue.dead_letters import DeadLetter
 from headrace_engine.core.outputs import EngineCoreOutput
-from headrace_engine.request import FinishReason
+from headrace_engine.requests.request import FinishReason
 from unit.workers.desk import Desk
 from unit.workers.fakes import AWAY, CAPABILITIES, MODEL, OUT_OF_MEMORY, FakeCeleryRequest, step
 
@@ -24,7 +24,7 @@ def desk() -> Desk:
 
 def test_a_request_runs_to_its_end_and_leaves_no_state(desk: Desk) -> None:
     request = desk.accept(FakeCeleryRequest())
-    assert desk.dispatcher.credit() == 3
+    assert desk.admission.free_slots() == 3
     desk.generate(13)
     desk.generate(14, finish=FinishReason.LENGTH)
     desk.assert_idle()
@@ -44,7 +44,7 @@ def test_every_token_is_counted_and_each_after_a_choices_first_step_has_an_inter
             EngineCoreOutput(request_id=choice.request_id, new_token_ids=[13] * count)
             for choice, count in zip(desk.engine.sent, counts, strict=True)
         ]
-        desk.dispatcher.on_engine_outputs(step(*outputs))
+        desk.watch.on_engine_outputs(step(*outputs))
     assert desk.value("headrace_generation_tokens_total") == 9
     assert desk.value("headrace_inter_token_latency_seconds_count") == 6
 
@@ -53,9 +53,9 @@ def test_every_token_is_counted_and_each_after_a_choices_first_step_has_an_inter
 def test_a_request_whose_claim_fails_is_returned_and_the_worker_pauses_fetching(desk: Desk, error: Exception) -> None:
     desk.redis.error = error
     request = desk.accept(FakeCeleryRequest())
-    assert request.fate == ["handed back"]
+    assert request.fate == ["requeued"]
     assert desk.results == {}
-    assert desk.dispatcher.credit() == 0
+    assert desk.admission.free_slots() == 0
     desk.redis.error = None
     desk.dispatcher.heartbeat()
     desk.assert_idle()
@@ -87,6 +87,28 @@ def test_a_copy_over_the_quota_resumes_the_request_of_another_worker(desk: Desk)
     assert desk.results["r1"]["error"] is None
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ("structured_outputs: the grammar is too complex where the output is", "invalid_request"),
+        ("no token is left that may follow: the request's rules forbid them all", "invalid_request"),
+        ("the logits processor failed", "engine_error"),
+    ],
+)
+def test_an_output_that_its_request_made_impossible_is_no_error_of_the_engine(
+    desk: Desk, error: str, code: str
+) -> None:
+    desk.accept(FakeCeleryRequest())
+    desk.generate(13)
+    [request] = desk.engine.sent
+    output = EngineCoreOutput(
+        request_id=request.request_id, new_token_ids=[], finish_reason=FinishReason.ERROR, error=error
+    )
+    desk.watch.on_engine_outputs(step(output))
+    desk.settle()
+    assert desk.results["r1"]["error"] == {"code": code, "message": error}
+
+
 def test_a_start_that_fails_halfway_is_answered_and_leaves_no_state(desk: Desk) -> None:
     desk.engine.send_error = RuntimeError("unforeseen")
     desk.accept(FakeCeleryRequest(expires=datetime.now(UTC) + timedelta(seconds=60)))
@@ -100,35 +122,44 @@ def test_a_start_that_fails_halfway_is_answered_and_leaves_no_state(desk: Desk) 
 def test_a_start_whose_connection_fails_halfway_is_returned_and_leaves_no_state(desk: Desk) -> None:
     desk.engine.send_error = AWAY
     request = desk.accept(FakeCeleryRequest())
-    assert request.fate == ["accepted", "handed back"]
+    assert request.fate == ["accepted", "requeued"]
     desk.dispatcher.heartbeat()
     desk.assert_idle()
 
 
-def test_a_message_whose_result_cannot_be_stored_is_left_for_redelivery(desk: Desk) -> None:
+@pytest.mark.parametrize(
+    ("error", "fate"),
+    [(redis.exceptions.NoPermissionError("setex"), "requeued"), (ValueError("a bug"), "let go")],
+)
+def test_a_message_whose_result_cannot_be_stored_is_delivered_again_and_counts_unless_the_server_is_at_fault(
+    desk: Desk, error: Exception, fate: str
+) -> None:
     class Unstorable(FakeCeleryRequest):
         def finish(self, result: dict[str, Any]) -> None:
-            raise OSError("no result backend")
+            raise error
 
     request = desk.accept(Unstorable())
     desk.generate(13, finish=FinishReason.LENGTH)
+    desk.settle()
+    assert request.fate == ["accepted", fate]
+    assert (desk.admission.free_slots() == 0) == (fate == "requeued")
+    desk.dispatcher.heartbeat()
     desk.assert_idle()
-    assert request.fate == ["accepted", "let go"]
 
 
 def test_a_message_that_arrives_while_the_worker_drains_is_returned(desk: Desk) -> None:
-    desk.dispatcher.drain()
-    assert desk.dispatcher.credit() == 0
-    assert desk.accept(FakeCeleryRequest()).fate == ["handed back"]
+    desk.dispatcher.drain("command")
+    assert desk.admission.free_slots() == 0
+    assert desk.accept(FakeCeleryRequest()).fate == ["requeued"]
     assert desk.redis.entries("r1") == []
 
 
 def test_requests_of_a_dead_engine_are_sent_again_from_their_next_token(desk: Desk) -> None:
     desk.accept(FakeCeleryRequest())
     desk.generate(13)
-    desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
+    desk.watch.on_engine_lost("killed", "crash", was_ready=True)
     desk.engine.sent.clear()
-    desk.dispatcher.on_engine_ready(MODEL, CAPABILITIES)
+    desk.watch.on_engine_ready(MODEL, CAPABILITIES)
     [sent] = desk.engine.sent
     assert sent.output_token_ids == [13]
     desk.generate(14, finish=FinishReason.LENGTH)
@@ -144,22 +175,28 @@ def test_requests_of_a_dead_engine_are_sent_again_from_their_next_token(desk: De
 def test_the_death_of_a_loading_engine_counts_against_no_request(desk: Desk) -> None:
     request = desk.accept(FakeCeleryRequest())
     for _ in range(9):
-        desk.dispatcher.on_engine_lost("no memory", "crash", was_ready=False)
+        desk.watch.on_engine_lost("no memory", "crash", was_ready=False)
     assert desk.results == {}
-    desk.dispatcher.on_engine_given_up("it died too often")
+    desk.watch.on_engine_given_up("it died too often")
     assert desk.given_up == ["it died too often"]
-    assert desk.dispatcher.credit() == 0
-    assert desk.dispatcher.hand_back() == 1
-    assert request.fate == ["accepted", "handed back, counted"]
+    assert desk.admission.free_slots() == 0
+    desk.dispatcher.requeue_all()
+    assert request.fate == ["accepted", "requeued, counted"]
 
 
-def test_requests_are_handed_back_last_first(desk: Desk) -> None:
+def test_requests_are_returned_last_first_and_a_drain_logs_how_many(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
     order: list[str] = []
     for name in ("r1", "r2", "r3"):
         request = desk.accept(FakeCeleryRequest(name))
-        request.hand_back = lambda name=name, **_: order.append(name)  # type: ignore[method-assign, misc]
-    desk.dispatcher.drain()
-    assert desk.dispatcher.hand_back() == 3
+        request.requeue = lambda name=name, **_: order.append(name)  # type: ignore[method-assign, misc]
+    caplog.set_level("INFO")
+    desk.dispatcher.drain("command")
+    assert "drain began reason=command running=3 unprepared=0" in caplog.text
+    desk.dispatcher.requeue_all()
+    desk.dispatcher.log_drained()
+    assert "drain finished ended=0 requeued=3" in caplog.text
     assert order == ["r3", "r2", "r1"]
     assert len(desk.engine.aborted) == 3
 
@@ -181,22 +218,22 @@ def test_tokens_that_redis_did_not_take_are_written_at_the_next_heartbeat(desk: 
 def test_if_redis_fails_a_refusal_no_message_is_taken_until_the_next_heartbeat(desk: Desk) -> None:
     desk.redis.error = AWAY
     request = desk.accept(FakeCeleryRequest(kwargs={"prompt": ""}))
-    assert request.fate == ["handed back"]
+    assert request.fate == ["requeued"]
     desk.redis.error = None
-    assert desk.dispatcher.credit() == 0
+    assert desk.admission.free_slots() == 0
     desk.dispatcher.heartbeat()
-    assert desk.dispatcher.credit() == 4
+    assert desk.admission.free_slots() == 4
 
 
 def test_a_lost_lease_ends_the_request_and_its_late_outputs_are_ignored(desk: Desk) -> None:
     request = desk.accept(FakeCeleryRequest())
     old = list(desk.engine.sent)
     desk.generate(13)
-    desk.dispatcher.lease_lost(SimpleNamespace(headers={"id": "r1"}, delivery_tag="l1"))
+    desk.admission.lease_lost(SimpleNamespace(headers={"id": "r1"}, delivery_tag="l1"))
     assert [request.request_id for request in old] == desk.engine.aborted
     again = desk.accept(FakeCeleryRequest(lease_id="l1"))
     late = EngineCoreOutput(request_id=old[0].request_id, new_token_ids=[14])
-    desk.dispatcher.on_engine_outputs(step(late))
+    desk.watch.on_engine_outputs(step(late))
     assert desk.text("r1") == "d"
     del desk.engine.sent[0]
     desk.generate(14, finish=FinishReason.LENGTH)
@@ -210,8 +247,8 @@ def test_a_lost_lease_of_an_older_message_does_not_touch_the_one_that_replaced_i
     first = desk.accept(FakeCeleryRequest(lease_id="l1"))
     second = desk.accept(FakeCeleryRequest(lease_id="l2"))
     assert first.fate == ["accepted", "acknowledged"]
-    desk.dispatcher.lease_lost(SimpleNamespace(headers={"id": "r1"}, delivery_tag="l1"))
-    assert len(desk.dispatcher) == 1
+    desk.admission.lease_lost(SimpleNamespace(headers={"id": "r1"}, delivery_tag="l1"))
+    assert len(desk.in_flight) == 1
     desk.generate(13, finish=FinishReason.LENGTH)
     desk.assert_idle()
     assert second.fate == ["accepted"]
@@ -238,27 +275,27 @@ def test_a_fenced_request_is_left_to_its_new_worker(desk: Desk) -> None:
     desk.generate(13)
     desk.assert_idle()
     assert desk.results == {}
-    # If the lease was lost, handing back does nothing. If not, another client than a worker wrote to the stream.
-    assert request.fate == ["accepted", "handed back, counted"]
+    # If the lease was lost, requeueing does nothing. If not, another client than a worker wrote to the stream.
+    assert request.fate == ["accepted", "requeued, counted"]
 
 
-def test_no_credit_is_given_while_requests_wait_in_the_engine(desk: Desk) -> None:
+def test_no_slot_is_free_while_requests_wait_in_the_engine(desk: Desk) -> None:
     desk.accept(FakeCeleryRequest())
     desk.generate(13, waiting=1)
-    assert desk.dispatcher.credit() == 0
+    assert desk.admission.free_slots() == 0
     desk.generate(14, waiting=0)
-    assert desk.dispatcher.credit() == 3
-    desk.accept(FakeCeleryRequest("r2", {"prompt": "abc", "sampling_params": {"n": 9}}))
-    assert desk.dispatcher.credit() == 0
+    assert desk.admission.free_slots() == 3
+    desk.accept(FakeCeleryRequest("r2", {"prompt": "abc", "sampling_params": {"n": 2}}))
+    assert desk.admission.free_slots() == 1
     desk.engine.is_ready = False
-    assert desk.dispatcher.credit() == 0
+    assert desk.admission.free_slots() == 0
 
 
 def test_terminating_an_unknown_request_does_nothing(desk: Desk) -> None:
-    assert not desk.dispatcher.terminate("r1")
+    assert not desk.admission.terminate("r1")
     request = desk.accept(FakeCeleryRequest())
-    assert desk.dispatcher.terminate("r1")
-    assert not desk.dispatcher.terminate("r1")
+    assert desk.admission.terminate("r1")
+    assert not desk.admission.terminate("r1")
     desk.assert_idle()
     assert request.fate == ["accepted", "revoked"]
     assert desk.redis.end("r1")["finish_reason"] == "cancelled"
@@ -275,6 +312,31 @@ def test_a_dead_letter_ends_its_stream_unless_it_has_ended(desk: Desk) -> None:
     desk.assert_idle()
     assert desk.results == {}
     assert len(desk.redis.entries("r1")) == 1
+
+
+@pytest.mark.parametrize("end", ["dead letter", "malformed"])
+def test_the_end_of_a_message_that_never_ran_is_retried_while_redis_is_at_fault(desk: Desk, end: str) -> None:
+    desk.redis.error = AWAY
+    if end == "malformed":
+        desk.dispatcher.settlement.refuse_malformed("r1", "content")
+    else:
+        letter = DeadLetter("delivery limit", "headrace.tiny", 5, b'{"headers": {"id": "r1"}}', bound_id="r1")
+        desk.dispatcher.settlement.dead_letter(letter)
+    desk.dispatcher.heartbeat()
+    assert desk.admission.free_slots() == 0
+    assert not desk.dispatcher.is_idle
+    desk.redis.error = None
+    desk.dispatcher.heartbeat()
+    desk.assert_idle()
+    assert desk.redis.end("r1")["error"] == desk.results["r1"]["error"]
+    assert desk.admission.free_slots() == 4
+
+
+def test_an_end_that_its_own_stream_refuses_is_not_retried(desk: Desk) -> None:
+    desk.redis.error, desk.redis.refuses_all = redis.ResponseError("WRONGTYPE"), False
+    desk.dispatcher.settlement.refuse_malformed("r1", "content")
+    desk.assert_idle()
+    assert desk.admission.free_slots() == 4
 
 
 @pytest.fixture
@@ -305,12 +367,12 @@ def test_the_refused_end_of_an_old_attempt_does_not_affect_the_next_one_in_the_s
     desk.accept(FakeCeleryRequest())
     desk.generate(13)
     desk.redis.error = AWAY
-    desk.dispatcher.terminate("r1")  # its end is not written yet
+    desk.admission.terminate("r1")  # its end is not written yet
     desk.redis.error = None
     desk.engine.sent.clear()
     desk.accept(FakeCeleryRequest(lease_id="l2"))
     desk.dispatcher.heartbeat()
-    assert len(desk.dispatcher) == 1
+    assert len(desk.in_flight) == 1
     desk.generate(14, finish=FinishReason.LENGTH)
     desk.settle()
     assert desk.text("r1") == "de"
@@ -331,57 +393,6 @@ def test_an_eta_too_far_ahead_is_refused(desk: Desk) -> None:
     assert desk.results["r1"]["error"]["code"] == "invalid_request"
     assert "must be at most 3600 s ahead, got 777" in desk.results["r1"]["error"]["message"]
     assert desk.redis.end("r1")["finish_reason"] == "rejected"
-
-
-def be_silent(desk: Desk, seconds: float) -> None:
-    desk.redis.milliseconds_left["headrace:listener:r1"] = int(1000 * (86_400 - seconds))
-    desk.dispatcher._in_flight._listeners._available_since -= seconds
-
-
-def test_an_abandoned_request_is_cancelled_and_keeps_its_tokens(desk: Desk) -> None:
-    desk.accept(FakeCeleryRequest(abandon_after=30))
-    assert desk.redis.entries("r1")[0][3]["abandon_after"] == 30
-    desk.generate(13)
-    desk.dispatcher.heartbeat()
-    assert len(desk.dispatcher) == 1
-    be_silent(desk, 31)
-    desk.dispatcher.heartbeat()
-    desk.assert_idle()
-    message = "no subscriber sent a heartbeat for 30 s, the request's abandon_after"
-    assert desk.results["r1"]["error"] == {"code": "cancelled", "message": message}
-    assert desk.results["r1"]["outputs"][0]["token_ids"] == [13]
-    assert desk.redis.end("r1")["finish_reason"] == "cancelled"
-    assert desk.engine.aborted == [request.request_id for request in desk.engine.sent]
-
-
-def test_a_request_abandoned_in_the_queue_never_runs(desk: Desk) -> None:
-    desk.redis.values["headrace:listener:r1"] = 30
-    be_silent(desk, 31)
-    desk.accept(FakeCeleryRequest(abandon_after=30))
-    desk.assert_idle()
-    assert desk.engine.sent == []
-    assert desk.results["r1"]["error"]["code"] == "cancelled"
-
-
-def test_an_outage_without_subscriber_heartbeats_abandons_no_request(desk: Desk) -> None:
-    desk.accept(FakeCeleryRequest(abandon_after=30))
-    desk.redis.error = AWAY
-    desk.generate(13)
-    desk.dispatcher.heartbeat()
-    desk.redis.error = None
-    be_silent(desk, 29)
-    desk.redis.milliseconds_left["headrace:listener:r1"] = 0
-    desk.dispatcher.heartbeat()
-    assert len(desk.dispatcher) == 1
-
-
-@pytest.mark.parametrize("odd", [0, -1, 3601, "30", True, float("nan"), None], ids=lambda _: "")
-def test_an_invalid_abandon_after_counts_as_absent(desk: Desk, odd: Any) -> None:
-    desk.accept(FakeCeleryRequest(abandon_after=odd))
-    desk.generate(13, finish=FinishReason.LENGTH)
-    desk.assert_idle()
-    assert "abandon_after" not in desk.redis.entries("r1")[0][3]
-    assert desk.redis.values == {}
 
 
 def test_an_error_that_quotes_a_prompt_is_logged_without_its_text(
@@ -411,8 +422,8 @@ def test_tokens_held_back_when_the_engine_died_are_not_published_twice(desk: Des
         desk.generate(token_id)
     assert desk.text("r1") == "d"
     desk.engine.sent.clear()
-    desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
-    desk.dispatcher.on_engine_ready(MODEL, CAPABILITIES)
+    desk.watch.on_engine_lost("killed", "crash", was_ready=True)
+    desk.watch.on_engine_ready(MODEL, CAPABILITIES)
     assert desk.engine.sent[0].output_token_ids == [13]
     desk.generate(14)
     desk.generate(15, finish=FinishReason.LENGTH)
@@ -439,8 +450,8 @@ def test_prompt_logprobs_reach_stream_and_result_once_even_if_another_worker_res
     (sent,) = desk.engine.sent
     entries = [[(11, -1.5, 2)], [(12, -0.5, 1)]]
     first = EngineCoreOutput(request_id=sent.request_id, new_token_ids=[13], prompt_logprobs=entries)
-    desk.dispatcher.on_engine_outputs(step(first))
-    desk.dispatcher.hand_back()
+    desk.watch.on_engine_outputs(step(first))
+    desk.dispatcher.requeue_all()
     expected = [None, [[11, -1.5, 2, "b"]], [[12, -0.5, 1, "c"]]]
     other = Desk()
     other.redis.streams = desk.redis.streams
@@ -481,24 +492,38 @@ def test_a_stream_deleted_under_a_running_request_is_marked_as_gone(desk: Desk) 
     assert desk.value("headrace_streams_gone_total") == 1
 
 
-REFUSED = redis.ResponseError("NOAUTH or whatever it says")
+REFUSED = redis.ResponseError("the stream has exhausted the last possible ID")
 
 
 def test_a_single_refused_stream_counts_against_its_request_and_blocks_no_other(desk: Desk) -> None:
     desk.redis.error, desk.redis.refuses_all = REFUSED, False
     request = desk.accept(FakeCeleryRequest())
-    assert request.fate == ["handed back, counted"]
+    assert request.fate == ["requeued, counted"]
     assert desk.value("headrace_queue_returned_messages_total", reason="stream_refused") == 1
     desk.redis.error = None
     desk.assert_idle()
 
 
-def test_a_server_that_refuses_all_writes_counts_against_no_request(desk: Desk) -> None:
-    desk.redis.error = REFUSED
+@pytest.mark.parametrize(
+    ("error", "refuses_all"),
+    [
+        (REFUSED, True),
+        (redis.exceptions.NoPermissionError("this user has no permissions to run the 'xadd' command"), False),
+        (redis.ResponseError("ACL failure in script: User worker has no permissions to run the 'xadd' command"), False),
+        (redis.ResponseError("MISCONF Errors writing to the AOF file"), False),
+    ],
+)
+def test_a_server_at_fault_counts_against_no_request_and_is_reported(
+    desk: Desk, error: Exception, refuses_all: bool
+) -> None:
+    reasons: list[str] = []
+    desk.dispatcher.settlement.on_refused = reasons.append
+    desk.redis.error, desk.redis.refuses_all = error, refuses_all
     request = desk.accept(FakeCeleryRequest())
-    assert request.fate == ["handed back"]
-    assert desk.dispatcher.credit() == 0
+    assert request.fate == ["requeued"]
+    assert desk.admission.free_slots() == 0
     assert desk.value("headrace_queue_returned_messages_total", reason="redis") == 1
+    assert reasons == [str(error)]
 
 
 def test_a_stream_that_repeatedly_loses_entries_counts_against_its_request(desk: Desk) -> None:
@@ -507,7 +532,7 @@ def test_a_stream_that_repeatedly_loses_entries_counts_against_its_request(desk:
     desk.redis.streams["headrace:stream:r1"] = [(0, 0, "start", {"worker": "one that nobody knows"})]
     desk.generate(14)
     desk.assert_idle()
-    assert request.fate == ["accepted", "handed back, counted"]
+    assert request.fate == ["accepted", "requeued, counted"]
     assert desk.value("headrace_queue_returned_messages_total", reason="rolled_back") == 1
 
 

@@ -1,4 +1,4 @@
-"""A worker follows its engine's capabilities: refusals, draws, metrics, credit, and engines that end the worker."""
+"""A worker follows its engine's capabilities: refusals, draws, metrics, free slots, and engines that end the worker."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.capabilities import EngineCapabilities
+from headrace_cli.commands.top import draw
+from headrace_cli.service_sampler import Sample, report
 from headrace_engine.core.outputs import EngineCoreOutputs, StepStats
-from headrace_engine.request import FinishReason
+from headrace_engine.options.capabilities import EngineCapabilities
+from headrace_engine.requests.request import FinishReason
 from headrace_monitoring.step_families import SOURCES
-from headrace_workers.cli.top import draw
-from headrace_workers.top import Sample, report
 from unit.monitoring.scrape import Scrape
 from unit.workers.desk import Desk
 from unit.workers.fakes import CAPABILITIES, MODEL, FakeCeleryRequest
@@ -111,12 +111,13 @@ def test_a_start_names_the_draws_of_the_engine(draws: str | None, written: str) 
     ],
 )
 def test_a_sampled_request_resumed_with_other_draws_is_counted_and_logged(
-    earlier: Any, engine: EngineCapabilities, capsys: pytest.CaptureFixture[str]
+    earlier: Any, engine: EngineCapabilities, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     desk = resume(earlier, engine=engine)
     assert desk.value(RESUMED) == 1
     assert len(desk.engine.sent) == 1
-    assert "request resumed with other draws" in capsys.readouterr().out
+    assert "request resumed with other draws" in caplog.text
     assert resume(earlier, GREEDY, engine).value(RESUMED) == 0
 
 
@@ -141,9 +142,9 @@ def test_an_engine_without_exact_resume_is_counted_after_its_own_death_too() -> 
         desk.accept(FakeCeleryRequest("r2", GREEDY))
         desk.generate(13, 13)
         desk.accept(FakeCeleryRequest("r3", SAMPLED))  # without a token there is nothing to resume
-        desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
+        desk.watch.on_engine_lost("killed", "crash", was_ready=True)
         desk.engine.sent.clear()
-        desk.dispatcher.on_engine_ready(MODEL, engine)
+        desk.watch.on_engine_ready(MODEL, engine)
         assert len(desk.engine.sent) == 3
         assert desk.value(RESUMED) == counted
 
@@ -155,13 +156,13 @@ def test_a_replaced_engine_resumes_nothing_and_ends_the_worker() -> None:
     desk = Desk(engine="vllm")
     request = desk.accept(FakeCeleryRequest())
     desk.generate(13)
-    desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
+    desk.watch.on_engine_lost("killed", "crash", was_ready=True)
     desk.engine.sent.clear()
-    desk.dispatcher.on_engine_ready(MODEL, without(draws="vllm-0.33-v2"))
+    desk.watch.on_engine_ready(MODEL, without(draws="vllm-0.33-v2"))
     assert desk.engine.sent == []
-    assert request.fate == ["accepted", "handed back"]
+    assert request.fate == ["accepted", "requeued"]
     assert "the engine vllm was replaced while the worker ran" in desk.given_up[0]
-    assert desk.dispatcher.credit() == 0
+    assert desk.admission.free_slots() == 0
 
 
 def test_an_engine_that_cannot_separate_tenants_needs_a_shared_cache() -> None:
@@ -170,7 +171,7 @@ def test_an_engine_that_cannot_separate_tenants_needs_a_shared_cache() -> None:
         "the engine other cannot separate the prefix caches of tenants: set HEADRACE_SHARE_PREFIX_CACHE=true"
         in (desk.given_up[0])
     )
-    assert desk.dispatcher.credit() == 0
+    assert desk.admission.free_slots() == 0
     shared = Desk(capabilities=without(cache_salt=False), share_prefix_cache=True)
     shared.accept(FakeCeleryRequest(tenant="acme"))
     assert shared.given_up == []
@@ -198,25 +199,23 @@ def test_statistics_that_the_engine_does_not_report_are_in_no_metric_or_table() 
 
 def test_our_own_engine_shows_its_use_of_memory_in_the_table_of_workers() -> None:
     desk = Desk()
-    desk.dispatcher.on_engine_outputs(
-        EngineCoreOutputs(outputs=[], stats=StepStats(kv_blocks_used=3, kv_blocks_total=4))
-    )
+    desk.watch.on_engine_outputs(EngineCoreOutputs(outputs=[], stats=StepStats(kv_blocks_used=3, kv_blocks_total=4)))
     found = report(Sample(0.0, {}, {"w": desk.dispatcher.stats()}), None)
     assert found["workers"][0]["kv_cache_usage_ratio"] == 0.75
 
 
-# -- credit -----------------------------------------------------------------------------------------------------------
+# -- free slots --------------------------------------------------------------------------------------------------------
 
 
-def test_credit_of_an_engine_without_statistics_is_its_free_slots() -> None:
+def test_an_engine_without_statistics_takes_as_many_as_it_has_free_slots() -> None:
     desk = Desk(capabilities=without(stats=()), max_num_seqs=2)
     desk.accept(FakeCeleryRequest("r1"))
     desk.accept(FakeCeleryRequest("r2"))
-    assert desk.dispatcher.credit() == 0
+    assert desk.admission.free_slots() == 0
     desk.generate(13, 13)
-    assert desk.dispatcher.credit() == 0
+    assert desk.admission.free_slots() == 0
     desk.generate(14, 14, finish=FinishReason.LENGTH)
-    assert desk.dispatcher.credit() == 2
+    assert desk.admission.free_slots() == 2
 
 
 def test_requests_waiting_for_engine_memory_keep_others_in_the_queue() -> None:
@@ -224,6 +223,6 @@ def test_requests_waiting_for_engine_memory_keep_others_in_the_queue() -> None:
     for name in ("r1", "r2", "r3"):
         desk.accept(FakeCeleryRequest(name))
     desk.generate(13, 13, 13, waiting=1)  # one of them was preempted, or was never admitted
-    assert desk.dispatcher.credit() == 0
+    assert desk.admission.free_slots() == 0
     desk.generate(14, 14, 14, finish=FinishReason.LENGTH)
-    assert desk.dispatcher.credit() == 8
+    assert desk.admission.free_slots() == 8

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from headrace_cli.commands.worker import worker
 from headrace_engine_vllm import options, versions
-from headrace_workers.cli.worker import worker
 
 PAGE = (Path(__file__).parents[3] / "docs" / "engines.md").read_text(encoding="utf-8")
 OPTIONS = PAGE.partition("### Options\n")[2].partition("\n### ")[0]

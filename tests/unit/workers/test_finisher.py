@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace_workers.finisher import Finisher
+from headrace_workers.requests.finisher import Finisher
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def finisher() -> Iterator[Finisher]:
     assert not finisher._thread.is_alive()
 
 
-def never() -> None:
+def never(_error: Exception) -> None:
     raise AssertionError("not to be called")
 
 
@@ -58,11 +58,11 @@ def test_it_is_busy_until_the_last_call_has_ended(finisher: Finisher) -> None:
 
 
 def test_a_failure_is_reported_and_the_next_call_runs(finisher: Finisher) -> None:
-    failed = threading.Event()
+    failures: list[Exception] = []
 
     def work() -> None:
         raise OSError("no result backend")
 
-    finisher.submit(work, failed.set)
+    finisher.submit(work, failures.append)
     wait(finisher)
-    assert failed.is_set()
+    assert [str(failure) for failure in failures] == ["no result backend"]

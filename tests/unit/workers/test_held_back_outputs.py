@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace_engine.api.input_processor import InputProcessor, ProcessedRequest
+from headrace_engine.api.output_processor import OutputProcessor
 from headrace_engine.core.outputs import EngineCoreOutput
-from headrace_engine.input_processor import InputProcessor, ProcessedRequest
-from headrace_engine.output_processor import OutputProcessor
-from headrace_engine.outputs import RequestOutput
-from headrace_engine.request import FinishReason
-from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
+from headrace_engine.requests.outputs import RequestOutput
+from headrace_engine.requests.request import FinishReason
+from headrace_engine.requests.sampling_params import RequestOutputKind, SamplingParams
 from unit.workers.fakes import MODEL, FakeTokenizer
 
 LETTER_A = 10

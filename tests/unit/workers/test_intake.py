@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from headrace_broker.events import ChunkEvent
-from headrace_broker.model_identity import ModelIdentity
-from headrace_broker.streams import Claim
-from headrace_engine.input_processor import InputProcessor
-from headrace_engine.sampling_params import RequestOutputKind, SamplingParams
-from headrace_engine.tokenizer import ModelTokenizer
-from headrace_engine.tokenizer_parts import TokenizerParts
-from headrace_workers.intake import Incoming, Intake, RefusedError, seed_of
-from headrace_workers.stream_claims import job_of
+from headrace_broker.models.identity import ModelIdentity
+from headrace_broker.streams.events import ChunkEvent
+from headrace_broker.streams.writer import StreamClaim
+from headrace_engine.api.input_processor import InputProcessor
+from headrace_engine.requests.sampling_params import RequestOutputKind, SamplingParams
+from headrace_engine.text.tokenizer import ModelTokenizer
+from headrace_engine.text.tokenizer_parts import TokenizerParts
+from headrace_workers.preparation.intake import Incoming, Intake, RefusedError, seed_of
+from headrace_workers.requests.streams import job_of
 from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTokenizer
 
 
@@ -173,7 +173,7 @@ def test_a_body_of_another_shape_is_refused(intake: Intake, body: Any) -> None:
 def test_a_job_begins_after_the_entries_of_its_stream(intake: Intake) -> None:
     read = incoming(queued_at=1000.0)
     entries = [ChunkEvent("1-2", 1, 2, 0, [10, 11], "ab")]
-    claim = Claim(2, list(entries), None)
+    claim = StreamClaim(2, list(entries), None)
     request = InputProcessor(MODEL, FakeTokenizer()).process("r1", "abc", SamplingParams())  # type: ignore[arg-type]
     job = job_of(read, request, claim, FakeCeleryRequest(), ModelIdentity("tiny"), None, None)
     assert (job.attempt, job.num_tokens, job.queued_at) == (2, 2, 1000.0)

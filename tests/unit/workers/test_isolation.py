@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_engine.request import FinishReason
-from headrace_workers.isolation import TOKENS_TO_CLEAR
+from headrace_engine.requests.request import FinishReason
+from headrace_workers.requests.isolation import TOKENS_TO_CLEAR
 from unit.workers.desk import Desk
 from unit.workers.fakes import AWAY, CAPABILITIES, MODEL, FakeCeleryRequest
 
@@ -17,9 +17,9 @@ def desk() -> Desk:
 
 def lose_engine(desk: Desk) -> list[str]:
     """Let the engine die and the next one get ready. Returns the requests sent to it."""
-    desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
+    desk.watch.on_engine_lost("killed", "crash", was_ready=True)
     desk.engine.sent.clear()
-    desk.dispatcher.on_engine_ready(MODEL, CAPABILITIES)
+    desk.watch.on_engine_ready(MODEL, CAPABILITIES)
     return sent(desk)
 
 
@@ -27,17 +27,28 @@ def sent(desk: Desk) -> list[str]:
     return ["".join(map(chr, request.prompt_token_ids)) for request in desk.engine.sent]
 
 
-def ask(desk: Desk, name: str) -> FakeCeleryRequest:
+def ask(desk: Desk, name: str, n: int = 1) -> FakeCeleryRequest:
     """Send a request whose prompt shows its name in `sent`."""
-    kwargs = {"prompt_token_ids": [ord(name)], "sampling_params": {"max_tokens": 30}}
+    kwargs = {"prompt_token_ids": [ord(name)], "sampling_params": {"max_tokens": 30, "n": n}}
     return desk.accept(FakeCeleryRequest(name, kwargs, lease_id=name))
+
+
+def test_a_request_that_had_no_slot_of_the_engine_is_no_suspect(desk: Desk) -> None:
+    ask(desk, "a", n=3)
+    waits = ask(desk, "b", n=3)
+    assert sent(desk) == ["a"] * 3
+    for _ in range(2):
+        lose_engine(desk)
+    job = desk.in_flight.get(waits.id)
+    assert job is not None
+    assert job.engine_losses == 0
 
 
 def test_a_request_that_kills_a_third_engine_alone_is_a_dead_letter_and_the_others_continue(desk: Desk) -> None:
     requests = [ask(desk, name) for name in "abc"]
     assert lose_engine(desk) == ["a", "b", "c"]
     assert lose_engine(desk) == ["a"]
-    assert desk.dispatcher.credit() == 0
+    assert desk.admission.free_slots() == 0
     assert lose_engine(desk) == ["b"]  # so it was a
     assert desk.engine.num_death_resets == 1
     desk.settle()
@@ -48,19 +59,19 @@ def test_a_request_that_kills_a_third_engine_alone_is_a_dead_letter_and_the_othe
         desk.generate(13)
     assert sent(desk) == ["b"]
     desk.generate(13)
-    assert requests[1].fate == ["accepted", "handed back"]
+    assert requests[1].fate == ["accepted", "requeued"]
     assert sent(desk) == ["b", "c"]
     del desk.engine.sent[0]
     for _ in range(TOKENS_TO_CLEAR):
         desk.generate(13)
-    assert requests[2].fate == ["accepted", "handed back"]
+    assert requests[2].fate == ["accepted", "requeued"]
     assert [request.dead_letter_reason for request in requests[1:]] == [None, None]
     desk.assert_idle()
 
 
 def test_a_poison_request_with_held_back_tokens_is_found_as_soon() -> None:
     """Eight choices give eight tokens in one step, which would clear a request that resumed before the fatal token."""
-    desk = Desk(max_num_seqs=8, publish_interval=60)
+    desk = Desk(max_num_seqs=9, publish_interval=60)
     kwargs = {"prompt": "abc", "sampling_params": {"max_tokens": 30, "n": 8}}
     desk.accept(FakeCeleryRequest("a", kwargs, lease_id="a"))
     for _ in range(3):
@@ -78,7 +89,7 @@ def test_a_suspect_that_ends_frees_the_engine_for_the_next(desk: Desk) -> None:
     ask(desk, "b")
     lose_engine(desk)
     assert lose_engine(desk) == ["a"]
-    desk.dispatcher.terminate("a")
+    desk.admission.terminate("a")
     desk.dispatcher.heartbeat()
     assert sent(desk) == ["a", "b"]
     del desk.engine.sent[0]
@@ -93,7 +104,7 @@ def test_a_request_that_arrives_while_a_suspect_runs_alone_waits_outside_the_eng
     ask(desk, "b")
     assert sent(desk) == ["a"]
     assert lose_engine(desk) == ["b"]
-    assert desk.dispatcher.credit() == 3
+    assert desk.admission.free_slots() == 3
     desk.generate(13, finish=FinishReason.LENGTH)
     desk.assert_idle()
     assert desk.results["b"]["error"] is None
@@ -103,7 +114,7 @@ def test_one_engine_death_makes_no_suspect(desk: Desk) -> None:
     ask(desk, "a")
     assert lose_engine(desk) == ["a"]
     ask(desk, "b")
-    assert desk.dispatcher.credit() == 2
+    assert desk.admission.free_slots() == 2
     assert lose_engine(desk) == ["a"]  # b was there once
 
 
@@ -136,7 +147,7 @@ def test_a_suspect_from_another_worker_waits_for_an_empty_engine(desk: Desk) -> 
     ask(other, "b")
     ask(other, "a")
     assert sent(other) == ["b"]
-    assert other.dispatcher.credit() == 0
+    assert other.admission.free_slots() == 0
     other.generate(13)
     assert sent(other) == ["b"]
     other.generate(13, finish=FinishReason.LENGTH)
@@ -156,9 +167,9 @@ def test_a_suspect_that_ends_while_it_waits_blocks_no_request(desk: Desk) -> Non
     other = another_worker(desk)
     ask(other, "b")
     ask(other, "a")
-    other.dispatcher.terminate("a")
+    other.admission.terminate("a")
     other.dispatcher.heartbeat()
-    assert other.dispatcher.credit() == 3
+    assert other.admission.free_slots() == 3
 
 
 def test_a_cleared_request_is_cleared_on_every_worker(desk: Desk) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace_broker.events import ChunkEvent, EndEvent, StartEvent, StreamEvent, unpack
-from headrace_broker.results import ErrorInfo, Logprob, Usage
-from headrace_engine.input_processor import InputProcessor
-from headrace_engine.outputs import CompletionOutput, RequestOutput
-from headrace_engine.outputs import Logprob as EngineLogprob
-from headrace_engine.sampling_params import SamplingParams
-from headrace_workers.job import Job, recorded_choices, recorded_prompt_logprobs, recorded_result
+from headrace_broker.packing import unpack
+from headrace_broker.results import ErrorInfo, TokenLogprob, Usage
+from headrace_broker.streams.events import ChunkEvent, EndEvent, StartEvent, StreamEvent
+from headrace_engine.api.input_processor import InputProcessor
+from headrace_engine.requests.outputs import CompletionOutput, Logprob, RequestOutput
+from headrace_engine.requests.sampling_params import SamplingParams
+from headrace_workers.requests.job import Job, recorded_choices, recorded_prompt_logprobs, recorded_result
 from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTimer, FakeTokenizer
 
 
@@ -75,22 +75,22 @@ def test_a_sent_request_does_not_grow_with_the_job() -> None:
 
 
 def test_logprobs_continue_after_the_stream_with_the_sampled_token_first() -> None:
-    job = make_job(entries=[chunk(1, [10], "a", logprobs=[[Logprob(10, -0.5, 1, "a")]])])
+    job = make_job(entries=[chunk(1, [10], "a", logprobs=[[TokenLogprob(10, -0.5, 1, "a")]])])
     candidates = {
-        12: EngineLogprob(logprob=-2.0, rank=3, decoded_token="c"),
-        11: EngineLogprob(logprob=-0.1, rank=1, decoded_token="b"),
+        12: Logprob(logprob=-2.0, rank=3, decoded_token="c"),
+        11: Logprob(logprob=-0.1, rank=1, decoded_token="b"),
     }
     write = job.take(output([12], "c", logprobs=[candidates]))
     assert unpack(write.data)["logprobs"] == [[[12, -2.0, 3, "c"], [11, -0.1, 1, "b"]]]
     assert job.result().outputs[0].logprobs == [
-        [Logprob(10, -0.5, 1, "a")],
-        [Logprob(12, -2.0, 3, "c"), Logprob(11, -0.1, 1, "b")],
+        [TokenLogprob(10, -0.5, 1, "a")],
+        [TokenLogprob(12, -2.0, 3, "c"), TokenLogprob(11, -0.1, 1, "b")],
     ]
 
 
 def test_the_bytes_of_a_part_of_a_character_reach_stream_and_result() -> None:
     job = make_job()
-    part = EngineLogprob(logprob=-0.5, rank=1, decoded_token="", bytes=b"\xe6")
+    part = Logprob(logprob=-0.5, rank=1, decoded_token="", bytes=b"\xe6")
     assert unpack(job.take(output([12], "", logprobs=[{12: part}])).data)["logprob_bytes"] == [[[0xE6]]]
     logprobs = job.result().outputs[0].logprobs
     assert logprobs is not None and logprobs[0][0].bytes == b"\xe6"
@@ -98,19 +98,19 @@ def test_the_bytes_of_a_part_of_a_character_reach_stream_and_result() -> None:
 
 def test_prompt_logprobs_go_with_the_first_chunk_of_choice_0_and_into_the_result() -> None:
     job = make_job(n=2)
-    entries: list[dict[int, EngineLogprob] | None] = [
+    entries: list[dict[int, Logprob] | None] = [
         None,
-        {11: EngineLogprob(logprob=-1.0, rank=2, decoded_token="b")},
+        {11: Logprob(logprob=-1.0, rank=2, decoded_token="b")},
     ]
     news = RequestOutput(request_id="r1", prompt="ab", prompt_token_ids=[10, 11], prompt_logprobs=entries)
     other, first = output([12], "c", index=1), output([13], "d")
     assert "prompt_logprobs" not in unpack(job.take(other, news).data)
     assert unpack(job.take(first, news).data)["prompt_logprobs"] == [None, [[11, -1.0, 2, "b"]]]
-    assert job.result().prompt_logprobs == [None, [Logprob(11, -1.0, 2, "b")]]
+    assert job.result().prompt_logprobs == [None, [TokenLogprob(11, -1.0, 2, "b")]]
 
 
 def test_prompt_logprobs_of_an_earlier_attempt_are_kept() -> None:
-    logprobs = [None, [Logprob(11, -1.0, 2, "b")]]
+    logprobs = [None, [TokenLogprob(11, -1.0, 2, "b")]]
     entries: list[StreamEvent] = [
         chunk(1, [10], "a"),
         chunk(2, [11], "b", prompt_logprobs=logprobs),

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headrace_broker.listeners import Listeners
-from headrace_workers.listener_watch import ListenerWatch
+from headrace_broker.streams.listeners import Listeners
+from headrace_workers.requests.streams import ListenerWatch
 from unit.workers.fakes import AWAY, FakeRedis
 
 LONG_AGO = 1000.0

@@ -7,7 +7,7 @@ import os
 import pytest
 from kombu.asynchronous import Hub
 
-from headrace_workers.loop_watch import LoopWatch
+from headrace_workers.requests.dispatcher import LoopWatch
 
 
 class Clock:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from headrace_broker.events import ChunkEvent, StartEvent
-from headrace_broker.model_identity import ModelIdentity
-from headrace_broker.streams import begun_with
-from headrace_engine.request import FinishReason
+from headrace_broker.models.identity import ModelIdentity
+from headrace_broker.streams.events import ChunkEvent, StartEvent
+from headrace_broker.streams.writer import begun_with
+from headrace_engine.requests.request import FinishReason
 from unit.workers.desk import Desk
 from unit.workers.fakes import CAPABILITIES, MODEL, FakeCeleryRequest
 
@@ -28,7 +28,7 @@ def chunk(attempt: int, offset: int) -> tuple[int, int, str, dict[str, Any]]:
 
 def desk_with(*entries: tuple[int, int, str, dict[str, Any]], weights: str = "aa") -> Desk:
     desk = Desk()
-    desk.dispatcher._model_info = replace(MODEL, weights=weights)
+    desk.watch.model_info = replace(MODEL, weights=weights)
     desk.redis.streams["headrace:stream:r1"] = list(entries)
     return desk
 
@@ -102,15 +102,15 @@ def test_another_adapter_under_the_same_name_is_another_model() -> None:
 
 def test_an_engine_restarted_with_other_weights_resumes_nothing_and_ends_the_worker() -> None:
     desk = Desk()
-    desk.dispatcher.on_engine_ready(replace(MODEL, weights="aa"), CAPABILITIES)
-    desk.dispatcher.on_engine_ready(replace(MODEL, weights="aa"), CAPABILITIES)
+    desk.watch.on_engine_ready(replace(MODEL, weights="aa"), CAPABILITIES)
+    desk.watch.on_engine_ready(replace(MODEL, weights="aa"), CAPABILITIES)
     assert desk.given_up == []
     request = desk.accept(FakeCeleryRequest())
     desk.generate(13)
-    desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
+    desk.watch.on_engine_lost("killed", "crash", was_ready=True)
     desk.engine.sent.clear()
-    desk.dispatcher.on_engine_ready(replace(MODEL, weights="bb"), CAPABILITIES)
+    desk.watch.on_engine_ready(replace(MODEL, weights="bb"), CAPABILITIES)
     assert desk.engine.sent == []
-    assert request.fate == ["accepted", "handed back"]
+    assert request.fate == ["accepted", "requeued"]
     assert "loaded weights bb after aa" in desk.given_up[0]
-    assert desk.dispatcher.credit() == 0
+    assert desk.admission.free_slots() == 0

@@ -9,8 +9,8 @@ from typing import Any
 import msgpack
 import pytest
 
-from headrace_engine.input_processor import InputProcessor
-from headrace_workers.plain_requests import PlainRequests
+from headrace_engine.api.input_processor import InputProcessor
+from headrace_workers.preparation.intake import PlainRequests
 from unit.workers.desk import Desk
 from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTokenizer
 

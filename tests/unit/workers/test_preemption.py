@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headrace_broker.keys import engine_losses_key, stream_key
-from headrace_workers.isolation import SUSPECT_LOSSES
-from headrace_workers.settlement import EXPIRED
+from headrace_workers.requests.isolation import SUSPECT_LOSSES
+from headrace_workers.requests.settlement import EXPIRED
 from unit.workers.desk import Desk
 from unit.workers.fakes import AWAY, CAPABILITIES, FakeCeleryRequest, step
 
@@ -23,7 +23,7 @@ def accept(desk: Desk, request_id: str, step: int, prompt: str = "abc", **params
 
 
 def running(desk: Desk) -> list[str]:
-    return [job.request_id for job in desk.dispatcher._in_flight]
+    return [job.request_id for job in desk.in_flight]
 
 
 def test_the_request_of_the_lowest_priority_is_preempted() -> None:
@@ -31,7 +31,7 @@ def test_the_request_of_the_lowest_priority_is_preempted() -> None:
     accept(desk, "middle", 3)
     worst = accept(desk, "worst", 9)
     accept(desk, "bad", 6)
-    assert desk.dispatcher.preemption_credit() == (9, 1)
+    assert desk.admission.preemptible_slots() == (9, 1)
 
     accept(desk, "best", 0)
 
@@ -44,7 +44,7 @@ def test_among_equals_the_request_with_the_fewest_tokens_is_preempted() -> None:
     desk = Desk(max_num_seqs=3)
     for request_id, prompt in (("long", "abcdefgh"), ("short", "ab"), ("middle", "abcd")):
         accept(desk, request_id, 9, prompt)
-    for job in desk.dispatcher._in_flight:
+    for job in desk.in_flight:
         job.admitted_at = job.received_at
 
     accept(desk, "best", 0)
@@ -56,7 +56,7 @@ def test_a_request_that_waits_in_the_engine_is_preempted_first() -> None:
     desk = Desk(max_num_seqs=2)
     accept(desk, "computed", 9, "a")
     accept(desk, "waiting", 9, "abcdefgh")
-    desk.dispatcher._in_flight.get("computed").admitted_at = 1.0  # type: ignore[union-attr]
+    desk.in_flight.get("computed").admitted_at = 1.0  # type: ignore[union-attr]
 
     accept(desk, "best", 0)
 
@@ -67,10 +67,10 @@ def test_a_request_of_higher_priority_is_taken_while_lower_ones_wait_in_the_engi
     desk = Desk(max_num_seqs=4)
     for request_id in ("computed", "waiting"):
         accept(desk, request_id, 6)
-    desk.dispatcher._in_flight.get("computed").admitted_at = 1.0  # type: ignore[union-attr]
-    desk.dispatcher.on_engine_outputs(step(waiting=1))
-    assert desk.dispatcher.credit() == 0
-    assert desk.dispatcher.preemption_credit() == (6, 1)
+    desk.in_flight.get("computed").admitted_at = 1.0  # type: ignore[union-attr]
+    desk.watch.on_engine_outputs(step(waiting=1))
+    assert desk.admission.free_slots() == 0
+    assert desk.admission.preemptible_slots() == (6, 1)
 
     accept(desk, "best", 0)
 
@@ -81,32 +81,32 @@ def test_a_request_of_higher_priority_is_taken_before_one_that_the_engine_preemp
     desk = Desk(max_num_seqs=4)
     for request_id in ("computed", "evicted"):
         accept(desk, request_id, 9)
-        desk.dispatcher._in_flight.get(request_id).admitted_at = 1.0  # type: ignore[union-attr]
-    desk.dispatcher.on_engine_outputs(step(waiting=1))
+        desk.in_flight.get(request_id).admitted_at = 1.0  # type: ignore[union-attr]
+    desk.watch.on_engine_outputs(step(waiting=1))
 
-    assert desk.dispatcher.preemption_credit() == (9, 1)
+    assert desk.admission.preemptible_slots() == (9, 1)
 
 
 def test_no_more_requests_of_higher_priority_are_taken_than_wait_in_the_engine() -> None:
     desk = Desk(max_num_seqs=8)
     for request_id in ("one", "other"):
         accept(desk, request_id, 9)
-    desk.dispatcher.on_engine_outputs(step(waiting=2))
-    assert desk.dispatcher.preemption_credit() == (9, 2)
+    desk.watch.on_engine_outputs(step(waiting=2))
+    assert desk.admission.preemptible_slots() == (9, 2)
 
     accept(desk, "better", 0)
-    desk.dispatcher.on_engine_outputs(step(waiting=2))
+    desk.watch.on_engine_outputs(step(waiting=2))
 
-    assert desk.dispatcher.preemption_credit() == (9, 1)
+    assert desk.admission.preemptible_slots() == (9, 1)
 
 
 def test_a_request_of_equal_step_is_not_taken_while_others_wait_in_the_engine() -> None:
     desk = Desk(max_num_seqs=4)
     accept(desk, "computed", 0)
     accept(desk, "waiting", 0)
-    desk.dispatcher.on_engine_outputs(step(waiting=1))
+    desk.watch.on_engine_outputs(step(waiting=1))
 
-    assert desk.dispatcher.preemption_credit()[0] == 0
+    assert desk.admission.preemptible_slots()[0] == 0
 
 
 def test_requests_of_equal_and_higher_priority_are_not_preempted() -> None:
@@ -122,7 +122,7 @@ def test_requests_of_equal_and_higher_priority_are_not_preempted() -> None:
 def test_a_free_slot_is_used_before_a_request_is_preempted() -> None:
     desk = Desk(max_num_seqs=2)
     accept(desk, "worse", 9)
-    assert desk.dispatcher.preemption_credit() == (0, 0)
+    assert desk.admission.preemptible_slots() == (0, 0)
 
     accept(desk, "best", 0)
 
@@ -134,11 +134,11 @@ def test_each_choice_of_the_request_of_higher_priority_gets_a_slot() -> None:
     accept(desk, "pair", 9, n=2, temperature=1)
     accept(desk, "one", 9)
     accept(desk, "other", 9)
-    assert desk.dispatcher.preemption_credit() == (9, 4)
+    assert desk.admission.preemptible_slots() == (9, 4)
 
     accept(desk, "best", 0, n=3, temperature=1)
 
-    assert desk.dispatcher._in_flight.slots_used <= 4
+    assert desk.in_flight.slots_used <= 4
     assert "best" in running(desk)
 
 
@@ -159,11 +159,11 @@ def seconds_left(desk: Desk, request_id: str) -> float:
     return float(desk.redis.milliseconds_left[stream_key(request_id)] / 1000)
 
 
-def test_the_stream_of_a_request_handed_back_by_a_drain_is_kept_with_it() -> None:
+def test_the_stream_of_a_request_returned_by_a_drain_is_kept_with_it() -> None:
     desk = Desk()
     accept(desk, "drained", 9)
 
-    desk.dispatcher.hand_back()
+    desk.dispatcher.requeue_all()
 
     assert seconds_left(desk, "drained") == 86_400
 
@@ -182,10 +182,10 @@ def test_the_stream_of_a_preempted_request_is_kept_until_it_is_claimed_again() -
 def test_a_request_is_preempted_even_if_redis_refuses_to_keep_its_stream() -> None:
     desk = Desk(max_num_seqs=1)
     worse = accept(desk, "worse", 9)
-    (job,) = desk.dispatcher._in_flight
+    (job,) = desk.in_flight
     desk.redis.error = AWAY
 
-    desk.dispatcher._in_flight.hand_back(job, "preempted", is_preempted=True)
+    desk.in_flight.requeue(job, "preempted", is_preempted=True)
 
     assert worse.fate == ["accepted", "preempted"]
 
@@ -195,7 +195,7 @@ def test_a_preempted_request_resumes_after_its_last_token() -> None:
     accept(desk, "worse", 9)
     desk.generate(10)
     best = accept(desk, "best", 0)
-    desk.dispatcher.terminate("best")
+    desk.admission.terminate("best")
     desk.settle()
     assert "revoked" in best.fate
 
@@ -222,7 +222,7 @@ def test_a_preempted_request_cancelled_in_the_queue_is_charged_for_its_tokens() 
     desk = Desk(max_num_seqs=2)
     accept(desk, "worse", 9)
     desk.generate(10)
-    desk.dispatcher.hand_back()
+    desk.dispatcher.requeue_all()
     end = {"finish_reason": "cancelled", "usage": None, "error": None}
     desk.redis.entries("worse").append((2, 2, "end", end))
 
@@ -234,7 +234,7 @@ def test_a_preempted_request_cancelled_in_the_queue_is_charged_for_its_tokens() 
 def test_a_request_is_preempted_at_most_max_preemptions_times() -> None:
     desk = Desk(max_num_seqs=1, max_preemptions=2)
     accept(desk, "twice", 9, preemptions=2)
-    assert desk.dispatcher.preemption_credit() == (0, 0)
+    assert desk.admission.preemptible_slots() == (0, 0)
 
     accept(desk, "best", 0)
 
@@ -245,7 +245,7 @@ def test_no_request_is_preempted_if_preemption_is_off() -> None:
     desk = Desk(max_num_seqs=1, max_preemptions=0)
     accept(desk, "worse", 9)
 
-    assert desk.dispatcher.preemption_credit() == (0, 0)
+    assert desk.admission.preemptible_slots() == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_messages_under_preparation_are_counted() -> None:
     accept(desk, "other", 9)
     desk.quick.is_held = True
     accept(desk, "best", 0)
-    assert desk.dispatcher.preemption_credit() == (9, 1)
+    assert desk.admission.preemptible_slots() == (9, 1)
     assert running(desk) == ["one", "other"]  # until the new one is prepared
 
     desk.quick.answer()
@@ -289,7 +289,7 @@ def test_a_refused_request_preempts_nothing() -> None:
 def test_an_abandoned_request_preempts_nothing() -> None:
     desk = Desk(max_num_seqs=1)
     accept(desk, "worse", 9)
-    desk.dispatcher._in_flight._listeners.is_abandoned = lambda job: True  # type: ignore[method-assign]
+    desk.in_flight._listeners.is_abandoned = lambda job: True  # type: ignore[method-assign]
 
     accept(desk, "left", 0, abandon_after=30)
 
@@ -313,7 +313,7 @@ def test_a_complete_request_preempts_nothing() -> None:
     desk.generate(10)
     entries = desk.redis.entries("complete")
     entries[-1][3]["finish_reason"] = "length"
-    desk.dispatcher.hand_back()
+    desk.dispatcher.requeue_all()
     worse = accept(desk, "worse", 9)
 
     accept(desk, "complete", 0)
@@ -339,7 +339,7 @@ def test_nothing_is_preempted_if_held_back_output_ends_a_request() -> None:
     accept(desk, "ends", 9)
     desk.generate(10)
     stays = accept(desk, "stays", 9)
-    in_flight = desk.dispatcher._in_flight
+    in_flight = desk.in_flight
     show = in_flight.publish_held_back
 
     def end() -> None:
@@ -364,7 +364,7 @@ def test_output_that_cannot_be_published_fails_the_engine_and_not_the_preempting
     def fail(*_: Any, **__: Any) -> None:
         raise failure
 
-    desk.dispatcher._in_flight._show = fail  # type: ignore[method-assign]
+    desk.in_flight._show = fail  # type: ignore[method-assign]
 
     better = accept(desk, "best", 0)
 
@@ -376,9 +376,9 @@ def test_output_that_cannot_be_published_fails_the_engine_and_not_the_preempting
 def test_no_request_of_higher_priority_is_taken_while_the_worker_drains() -> None:
     desk = Desk(max_num_seqs=1)
     accept(desk, "worse", 9)
-    desk.dispatcher.drain()
+    desk.dispatcher.drain("command")
 
-    assert desk.dispatcher.preemption_credit() == (0, 0)
+    assert desk.admission.preemptible_slots() == (0, 0)
 
 
 def test_the_wait_of_a_preempted_request_is_observed_once() -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import msgpack
 import pytest
 
-from headrace_workers import preparation
-from headrace_workers.adapters import Adapters
-from headrace_workers.file_lookups import FileLookups
-from headrace_workers.preparation_process import QUICK_BODY_BYTES
+from headrace_workers.engine_link.adapters import Adapters
+from headrace_workers.preparation import preparation
+from headrace_workers.preparation.file_lookups import FileLookups
+from headrace_workers.preparation.process import QUICK_BODY_BYTES
 from unit.workers.desk import Desk
 from unit.workers.fakes import AWAY, CAPABILITIES, FakeCeleryRequest, FakeHub
 
@@ -30,7 +30,7 @@ def desk() -> Desk:
 
 @pytest.fixture
 def held(desk: Desk) -> Desk:
-    """A desk that prepares nothing until the test calls `answer`."""
+    """Prepare nothing until the test calls `answer`."""
     desk.quick.is_held = desk.slow.is_held = True
     return desk
 
@@ -49,11 +49,11 @@ def sent(desk: Desk) -> list[str]:
 
 def test_messages_under_preparation_count_as_taken_and_claim_no_stream(held: Desk) -> None:
     take(held, "r1")
-    assert held.dispatcher.credit() == 3
+    assert held.admission.free_slots() == 3
     assert not held.dispatcher.is_idle
     assert held.redis.streams == {}
     held.quick.answer()
-    assert held.dispatcher.credit() == 3
+    assert held.admission.free_slots() == 3
     assert sent(held) == ["r1"]
 
 
@@ -70,7 +70,7 @@ def test_a_small_request_does_not_wait_for_a_large_one(desk: Desk) -> None:
     take(desk, "slow", large())
     take(desk, "small")
     assert sent(desk) == ["small"]
-    assert desk.dispatcher.credit() == 2
+    assert desk.admission.free_slots() == 2
 
 
 def test_a_request_that_is_not_quick_goes_to_the_slow_lane(desk: Desk) -> None:
@@ -159,20 +159,20 @@ def test_slow_requests_leave_room_for_others() -> None:
     assert [request.fate for request in requests] == [[], [], [], [], *([["postponed by 1 s at its place"]] * 2)]
     others = [take(desk, f"{name}{number}", large(), tenant=name) for name in "bc" for number in range(3)]
     assert [request.fate == [] for request in others] == [True, True, True, True, False, False]
-    assert desk.dispatcher.credit() == 8
+    assert desk.admission.free_slots() == 8
     assert desk.value("headrace_queue_returned_messages_total", reason="not_ready") == 4
 
 
 def test_nothing_is_taken_while_a_preparation_process_does_not_start(desk: Desk) -> None:
     desk.dispatcher.heartbeat()
-    assert (desk.dispatcher.credit(), desk.dispatcher.stats()["state"]) == (4, "ready")
+    assert (desk.admission.free_slots(), desk.dispatcher.stats()["state"]) == (4, "ready")
     desk.slow.is_failing = True
     desk.dispatcher.heartbeat()
-    assert desk.dispatcher.credit() == 0
+    assert desk.admission.free_slots() == 0
     assert "requests cannot be prepared" in desk.dispatcher.stats()["state"]
     desk.slow.is_failing = False
     desk.dispatcher.heartbeat()
-    assert (desk.dispatcher.credit(), desk.dispatcher.stats()["state"]) == (4, "ready")
+    assert (desk.admission.free_slots(), desk.dispatcher.stats()["state"]) == (4, "ready")
 
 
 def test_one_slot_can_hold_a_slow_request() -> None:
@@ -186,17 +186,17 @@ def test_draining_and_pausing_hand_back_messages_under_preparation_last_first(he
     order: list[str] = []
     for name in ("r1", "r2"):
         request = take(held, name)
-        request.hand_back = lambda name=name, **_: order.append(name)  # type: ignore[method-assign]
+        request.requeue = lambda name=name, **_: order.append(name)  # type: ignore[method-assign]
     held.dispatcher.pause()
     assert order == ["r2", "r1"]
     held.dispatcher.resume()
-    assert held.dispatcher.credit() == 4
+    assert held.admission.free_slots() == 4
     third = take(held, "r3")
-    held.dispatcher.drain()
-    assert third.fate == ["handed back"]
+    held.dispatcher.drain("command")
+    assert third.fate == ["requeued"]
     assert held.dispatcher.is_idle
     for _ in range(3):
-        held.quick.answer()  # late: the message was handed back
+        held.quick.answer()  # late: the message was requeued
     assert sent(held) == []
 
 
@@ -205,16 +205,16 @@ def test_a_lost_connection_drops_messages_under_preparation(held: Desk) -> None:
     held.dispatcher.attach(held.hub)
     held.quick.answer()
     assert sent(held) == []
-    assert held.dispatcher.credit() == 4
+    assert held.admission.free_slots() == 4
 
 
 def test_a_lost_lease_ends_the_preparation(held: Desk) -> None:
     take(held, "r1", lease_id="old")
     other = FakeMessage("r1", "another")
-    held.dispatcher.lease_lost(other)
-    assert held.dispatcher.credit() == 3
-    held.dispatcher.lease_lost(FakeMessage("r1", "old"))
-    assert held.dispatcher.credit() == 4
+    held.admission.lease_lost(other)
+    assert held.admission.free_slots() == 3
+    held.admission.lease_lost(FakeMessage("r1", "old"))
+    assert held.admission.free_slots() == 4
     held.quick.answer()
     assert sent(held) == []
 
@@ -227,7 +227,7 @@ class FakeMessage:
 
 def test_a_request_that_is_revoked_while_it_is_prepared_never_runs(held: Desk) -> None:
     terminated, revoked, expired = (take(held, name) for name in ("r1", "r2", "r3"))
-    assert held.dispatcher.terminate("r1")
+    assert held.admission.terminate("r1")
     assert terminated.fate == ["terminated in the queue"]
     revoked.is_revoked = True
     held.quick.answer()
@@ -253,10 +253,10 @@ def test_a_message_redelivered_under_preparation_continues_under_its_new_lease(h
 def test_a_request_prepared_while_the_engine_is_dead_waits_for_the_next(held: Desk) -> None:
     take(held, "r1")
     held.engine.is_ready = False
-    held.dispatcher.on_engine_lost("boom", "crash", was_ready=True)
+    held.watch.on_engine_lost("boom", "crash", was_ready=True)
     held.quick.answer()
     held.engine.is_ready, held.engine.sent = True, []
-    held.dispatcher.on_engine_ready(held.dispatcher._model_info, CAPABILITIES)
+    held.watch.on_engine_ready(held.watch.model_info, CAPABILITIES)
     assert sent(held) == ["r1"]
 
 
@@ -264,8 +264,8 @@ def test_a_claim_that_redis_refuses_hands_the_prepared_request_back(held: Desk) 
     request = take(held, "r1")
     held.redis.error = AWAY
     held.quick.answer()
-    assert request.fate == ["handed back"]
-    assert held.dispatcher.credit() == 0
+    assert request.fate == ["requeued"]
+    assert held.admission.free_slots() == 0
 
 
 def test_a_verdict_on_a_grammar_is_sent_to_the_quick_lane(desk: Desk) -> None:
@@ -304,7 +304,7 @@ def test_an_adapter_on_a_hung_mount_delays_no_other_request(tmp_path: Path, monk
     assert sent(desk) == ["r3"]
     desk.wait_soon()
     assert sent(desk) == ["r3", "r2"]
-    assert desk.dispatcher.credit() == 1
+    assert desk.admission.free_slots() == 1
     monkeypatch.setattr(preparation, "ADAPTER_SECONDS", 0.0)
     desk.dispatcher.heartbeat()
     desk.settle()
@@ -317,7 +317,7 @@ def test_an_adapter_on_a_hung_mount_delays_no_other_request(tmp_path: Path, monk
 
 
 def test_lookups_that_hang_are_bounded_in_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_workers.file_lookups.MAX_LOOKUPS", 1)
+    monkeypatch.setattr("headrace_workers.preparation.file_lookups.MAX_LOOKUPS", 1)
     adapters = HungAdapters(tmp_path)
     desk = Desk(adapters=adapters)
     for name in ("r1", "r2"):
@@ -366,7 +366,7 @@ def test_an_adapter_is_looked_up_again_after_no_thread_could_be_started(
 
     desk = Desk(adapters=Adapters({}, str(tmp_path)))
     with monkeypatch.context() as patched:
-        patched.setattr("headrace_workers.file_lookups.threading", SimpleNamespace(Thread=refuse))
+        patched.setattr("headrace_workers.preparation.file_lookups.threading", SimpleNamespace(Thread=refuse))
         take(desk, "r1", {"prompt": "abc", "lora": "nosuch"})
     take(desk, "r2", {"prompt": "abc", "lora": "nosuch"})
     desk.wait_soon()
@@ -377,7 +377,7 @@ def test_an_adapter_is_looked_up_again_after_no_thread_could_be_started(
     ]
 
 
-@pytest.mark.parametrize(("share", "salts"), [(False, ["tenant a", "tenant b", ""]), (True, ["", "", ""])])
+@pytest.mark.parametrize(("share", "salts"), [(False, ["1 a-", "1 b-", ""]), (True, ["", "", ""])])
 def test_tenants_share_the_prefix_cache_only_if_the_setting_says_so(share: bool, salts: list[str]) -> None:
     desk = Desk(share_prefix_cache=share)
     for request_id, headers in (("r1", {"tenant": "a"}), ("r2", {"tenant": "b"}), ("r3", {})):

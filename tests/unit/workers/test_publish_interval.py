@@ -10,7 +10,8 @@ import pytest
 
 from clock import Clock
 from headrace_engine.core.outputs import EngineCoreOutput
-from headrace_engine.request import FinishReason
+from headrace_engine.requests.request import FinishReason
+from headrace_workers.requests.streams import Publisher
 from unit.workers.desk import Desk
 from unit.workers.fakes import CAPABILITIES, MODEL, FakeCeleryRequest, step
 
@@ -21,7 +22,7 @@ INTERVAL = 0.5
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     others = SimpleNamespace(monotonic=clock, time=time.time, perf_counter=time.perf_counter)
-    monkeypatch.setattr("headrace_workers.in_flight.time", others)
+    monkeypatch.setattr("headrace_workers.requests.in_flight.time", others)
     return clock
 
 
@@ -76,7 +77,7 @@ def test_held_back_output_is_published_by_a_step_with_outputs_of_others_only(des
     desk.generate(14, 14)
     clock.now += INTERVAL
     _, other = desk.engine.sent
-    desk.dispatcher.on_engine_outputs(step(EngineCoreOutput(other.request_id, [15])))
+    desk.watch.on_engine_outputs(step(EngineCoreOutput(other.request_id, [15])))
     assert (chunks(desk, "r1"), chunks(desk, "r2")) == (["d", "e"], ["d", "ef"])
     desk.hub.advance()
     assert desk.hub.pending() == []
@@ -127,9 +128,9 @@ def test_a_lost_engine_loses_no_held_back_output(desk: Desk, clock: Clock) -> No
     for token_id in (13, 14, 15):
         desk.generate(token_id)
     desk.engine.sent.clear()
-    desk.dispatcher.on_engine_lost("killed", "crash", was_ready=True)
+    desk.watch.on_engine_lost("killed", "crash", was_ready=True)
     assert chunks(desk) == ["d", "ef"]
-    desk.dispatcher.on_engine_ready(MODEL, CAPABILITIES)
+    desk.watch.on_engine_ready(MODEL, CAPABILITIES)
     assert desk.engine.sent[0].output_token_ids == [13, 14, 15]
     clock.now += 10
     desk.hub.advance()
@@ -165,7 +166,7 @@ def test_an_error_of_the_timer_fails_the_engine_as_in_a_step(
     def fail(*_: object) -> None:
         raise ValueError("no reason")
 
-    monkeypatch.setattr(desk.dispatcher._in_flight._publisher, "add", fail)
+    monkeypatch.setattr(Publisher, "add", fail)
     desk.hub.advance()
     assert [str(failure) for failure in desk.engine.failures] == ["no reason"]
 
@@ -178,9 +179,9 @@ def test_the_time_between_tokens_is_measured_for_each_choice(desk: Desk, clock: 
         clock.now += INTERVAL / 5
     first, second = desk.engine.sent
     end = EngineCoreOutput(first.request_id, [14], finish_reason=FinishReason.LENGTH)
-    desk.dispatcher.on_engine_outputs(step(end, EngineCoreOutput(second.request_id, [14])))
+    desk.watch.on_engine_outputs(step(end, EngineCoreOutput(second.request_id, [14])))
     clock.now += INTERVAL / 5
-    desk.dispatcher.on_engine_outputs(step(EngineCoreOutput(second.request_id, [14])))
+    desk.watch.on_engine_outputs(step(EngineCoreOutput(second.request_id, [14])))
     assert desk.value("headrace_inter_token_latency_seconds_count") == 4 + 5
     assert desk.value("headrace_inter_token_latency_seconds_sum") == pytest.approx(9 * INTERVAL / 5)
 

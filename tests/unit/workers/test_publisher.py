@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_broker.streams import StreamWrite, StreamWriter, WriteOutcome
+from headrace_broker.streams.writer import StreamWrite, StreamWriter, WriteOutcome
 from headrace_monitoring.metrics import Metrics
-from headrace_workers.publisher import REPLAY_SECONDS, Publisher
+from headrace_workers.requests.streams import REPLAY_SECONDS, Publisher
 from unit.workers.fakes import AWAY, OUT_OF_MEMORY, FakeRedis
 
 

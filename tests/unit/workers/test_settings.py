@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace_engine.errors import ConfigError
-from headrace_engine.speculative_config import SpeculativeConfig
+from headrace_engine.options.speculative_config import SpeculativeConfig
 from headrace_workers.errors import WorkerSettingsError
 from headrace_workers.settings import WorkerSettings
 from unit.engine import fake_engine
@@ -56,13 +56,13 @@ def test_batch_invariance_is_a_switch(setting: pytest.MonkeyPatch, value: str, o
 @pytest.mark.parametrize("value", ["{bad", "[1]", "ngram"])
 def test_an_invalid_json_object_is_refused_by_name(setting: pytest.MonkeyPatch, value: str) -> None:
     setting.setenv("HEADRACE_SPECULATIVE_CONFIG", value)
-    with pytest.raises(WorkerSettingsError, match="HEADRACE_SPECULATIVE_CONFIG: "):
+    with pytest.raises(WorkerSettingsError, match="HEADRACE_SPECULATIVE_CONFIG "):
         WorkerSettings.from_env()
 
 
 def test_an_invalid_value_in_a_json_object_is_refused_by_name(setting: pytest.MonkeyPatch) -> None:
     setting.setenv("HEADRACE_SPECULATIVE_CONFIG", '{"method": "ngram", "num_speculative_tokens": 99}')
-    with pytest.raises(ConfigError, match="num_speculative_tokens is 99, must be an integer from 1 to 16"):
+    with pytest.raises(ConfigError, match="num_speculative_tokens must be an integer from 1 to 16, got 99"):
         WorkerSettings.from_env().engine_config()
 
 
@@ -105,7 +105,7 @@ def test_the_schedulers_options_are_settings(setting: pytest.MonkeyPatch) -> Non
     setting.setenv("HEADRACE_ASYNC_SCHEDULING", "true")
     assert WorkerSettings.from_env().engine_config().scheduler.async_scheduling
     setting.setenv("HEADRACE_WATERMARK", "1.0")
-    with pytest.raises(WorkerSettingsError, match="HEADRACE_WATERMARK: "):
+    with pytest.raises(WorkerSettingsError, match="HEADRACE_WATERMARK "):
         WorkerSettings.from_env()
 
 
@@ -114,7 +114,7 @@ def test_more_queues_come_after_the_models_own(setting: pytest.MonkeyPatch) -> N
     setting.setenv("HEADRACE_QUEUES", "bulk, night,some-model,bulk")
     assert WorkerSettings.from_env().served_names == ("some-model", "bulk", "night")
     setting.setenv("HEADRACE_QUEUES", "bulk," + 201 * "b")
-    with pytest.raises(WorkerSettingsError, match=r"HEADRACE_QUEUES: .*must be a printable string"):
+    with pytest.raises(WorkerSettingsError, match=r"HEADRACE_QUEUES .*must be a printable string"):
         WorkerSettings.from_env()
 
 
@@ -154,16 +154,16 @@ def test_the_liveness_limit_is_at_least_twice_the_stall_limit(setting: pytest.Mo
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--device", "tpu"], "device is 'tpu', allowed are auto, cpu, cuda"),
-        (["--dtype", "float16"], "dtype is 'float16', allowed are auto, float32, bfloat16"),
-        (["--engine", "nobody"], "engine is 'nobody', installed are"),
-        (["--engine-python", "/no/python"], "engine_python is '/no/python', which cannot be run"),
-        (["--engine-args", "gpu"], "HEADRACE_ENGINE_ARGS: "),
+        (["--device", "tpu"], "device must be one of auto, cpu, cuda, neuron, xla, static-cpu, got 'tpu'"),
+        (["--dtype", "float16"], "dtype must be one of auto, float32, bfloat16, got 'float16'"),
+        (["--engine", "nobody"], "engine must be one of headrace, vllm, got 'nobody'"),
+        (["--engine-python", "/no/python"], "engine_python '/no/python' cannot be run"),
+        (["--engine-args", "gpu"], "HEADRACE_ENGINE_ARGS "),
     ],
 )
 def test_an_invalid_flag_ends_the_command_with_one_sentence(flags: list[str], sentence: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", "from headrace_workers.cli import main; main()", "worker", "--model", "/m", *flags],
+        [sys.executable, "-c", "from headrace_cli.main import main; main()", "worker", "--model", "/m", *flags],
         capture_output=True,
         text=True,
         check=False,

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.core.outputs import EngineCoreOutputs
-from headrace_engine.engine_args import EngineArgs
 from headrace_engine.errors import ConfigError, EngineDeadError, ModelLoadError
+from headrace_engine.options.capabilities import EngineCapabilities
+from headrace_engine.options.engine_args import EngineArgs
 from headrace_engine.runner.contracts import ModelInfo
-from headrace_workers.supervisor import RESTART_LIMIT, EngineSupervisor
+from headrace_workers.engine_link.supervisor import RESTART_LIMIT, EngineSupervisor
 from unit.engine.letters import encode, load_tokenizer
 from unit.workers.fakes import FakeHub, FakeProcess, step
 

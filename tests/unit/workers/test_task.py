@@ -8,12 +8,13 @@ import redis
 from celery import Celery
 from celery.app.trace import build_tracer
 
-from headrace_workers.task import OUTCOME, GenerateTask
+from headrace_workers.celery.task import OUTCOME, GenerateTask
+from headrace_workers.settings import WorkerSettings
 
 
 def test_a_result_that_cannot_be_stored_raises_and_stores_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     app = Celery("test", backend="cache+memory://", set_as_current=False)
-    task = app.register_task(GenerateTask())
+    task = app.register_task(GenerateTask(WorkerSettings(model="/m")))
     stored: list[str] = []
 
     def store(_id: str, _result: Any, state: str, *_: Any, **__: Any) -> None:

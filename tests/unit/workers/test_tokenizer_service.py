@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import redis
 
-from headrace_broker.events import pack, unpack
-from headrace_broker.tokenizer_calls import TokenizerCall
-from headrace_engine.input_processor import InputProcessor
-from headrace_engine.tokenizer import ModelTokenizer, NoTokenizer
-from headrace_workers.preparation_process import QUICK_BODY_BYTES
-from headrace_workers.tokenizer_answers import TokenizerAnswers
-from headrace_workers.tokenizer_service import TokenizerService
+from headrace_broker.client.tokenizer_calls import TokenizerCall
+from headrace_broker.packing import pack, unpack
+from headrace_engine.api.input_processor import InputProcessor
+from headrace_engine.text.tokenizer import ModelTokenizer, NoTokenizer
+from headrace_workers.preparation.process import QUICK_BODY_BYTES
+from headrace_workers.preparation.tokenizer_answers import TokenizerAnswers
+from headrace_workers.preparation.tokenizer_service import TokenizerService
 from unit.engine.letters import load_tokenizer
 from unit.workers.desk import Desk
 from unit.workers.fakes import AWAY, MODEL, FakeCeleryRequest, FakeHub
@@ -81,17 +81,17 @@ def test_a_worker_without_a_tokenizer_refuses_by_name() -> None:
 
 def answered(desk: Desk, body: bytes = CALL.body) -> list[bytes]:
     found: list[bytes] = []
-    desk.dispatcher.answer_call("count", body, found.append)
+    desk.admission.answer_call("count", body, found.append)
     return found
 
 
 def test_a_call_takes_no_slot_and_is_answered_while_all_slots_are_taken() -> None:
     desk = Desk()
-    while desk.dispatcher.credit():
-        desk.accept(FakeCeleryRequest(f"r{desk.dispatcher.credit()}"))
+    while desk.admission.free_slots():
+        desk.accept(FakeCeleryRequest(f"r{desk.admission.free_slots()}"))
     (answer,) = answered(desk)
     assert unpack(answer)["result"]["count"] == 3
-    assert desk.dispatcher.credit() == 0
+    assert desk.admission.free_slots() == 0
 
 
 def test_slow_calls_take_turns_with_slow_messages() -> None:
@@ -110,12 +110,12 @@ def test_slow_calls_take_turns_with_slow_messages() -> None:
     assert found == [[b"x"]] * 3
 
 
-def test_a_call_in_progress_changes_neither_credit_nor_idleness() -> None:
+def test_a_call_in_progress_changes_neither_free_slots_nor_idleness() -> None:
     desk = Desk()
     desk.quick.is_held = True
-    credit = desk.dispatcher.credit()
+    free_slots = desk.admission.free_slots()
     found = answered(desk)
-    assert (desk.dispatcher.credit(), desk.dispatcher.is_idle, found) == (credit, True, [])
+    assert (desk.admission.free_slots(), desk.dispatcher.is_idle, found) == (free_slots, True, [])
     desk.quick.answer()
     assert unpack(found[0])["result"]["count"] == 3
 
@@ -176,7 +176,7 @@ def turn(hub: Any) -> None:
 
 
 def test_calls_are_answered_on_the_event_loop_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_workers.tokenizer_service.TAKE_SECONDS", 0.01)
+    monkeypatch.setattr("headrace_workers.preparation.tokenizer_service.TAKE_SECONDS", 0.01)
     taken: list[Any] = []
     calls = FakeCalls(CALL, redis.ConnectionError("away"), ValueError("odd"), None, TokenizerCall("2", "count", b""))
     service, hub = serving(calls, lambda kind, body, answered: taken.append((kind, body, answered)))
@@ -209,10 +209,10 @@ def test_a_draining_worker_takes_no_call_and_a_stopping_one_does_not_wait_for_on
 def test_the_dispatcher_takes_calls_unless_paused_or_drained_even_while_redis_refuses() -> None:
     desk = Desk()
     desk.redis.error = AWAY
-    assert desk.dispatcher.answers_calls
+    assert desk.admission.answers_calls
     desk.dispatcher.pause()
-    assert not desk.dispatcher.answers_calls
+    assert not desk.admission.answers_calls
     desk.dispatcher.resume()
-    assert desk.dispatcher.answers_calls
-    desk.dispatcher.drain()
-    assert not desk.dispatcher.answers_calls
+    assert desk.admission.answers_calls
+    desk.dispatcher.drain("command")
+    assert not desk.admission.answers_calls

@@ -10,12 +10,12 @@ app.kubernetes.io/name: headrace
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
-{{- define "headrace.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
-{{- end }}
-
 {{- define "headrace.workerImage" -}}
 {{ .Values.worker.image.repository | default .Values.image.repository }}:{{ .Values.worker.image.tag | default .Values.image.tag | default .Chart.AppVersion }}
+{{- end }}
+
+{{- define "headrace.gatewayImage" -}}
+{{ .Values.gateway.image.repository }}:{{ .Values.gateway.image.tag | default .Chart.AppVersion }}
 {{- end }}
 
 {{- define "headrace.secret" -}}
@@ -28,6 +28,21 @@ sum(max by (queue, state) (headrace_queue_messages{model={{ .Values.model.served
 
 {{- define "headrace.perReplica" -}}
 {{ max 1 (floor (mulf .Values.worker.maxNumSeqs .Values.autoscaling.slotsPerReplica)) }}
+{{- end }}
+
+{{- define "headrace.scheduling" -}}
+{{- $pod := dict -}}
+{{- with .root.Values.imagePullSecrets -}}{{- $_ := set $pod "imagePullSecrets" . -}}{{- end -}}
+{{- range $name := list "priorityClassName" "nodeSelector" "tolerations" "affinity" -}}
+{{- with index $.values $name -}}{{- $_ := set $pod $name . -}}{{- end -}}
+{{- end -}}
+{{- with .values.topologySpreadConstraints -}}
+{{- $labels := merge (dict "app.kubernetes.io/component" $.component) (include "headrace.selector" $.root | fromYaml) -}}
+{{- $constraints := list -}}
+{{- range . -}}{{- $constraints = append $constraints (merge (deepCopy .) (dict "labelSelector" (dict "matchLabels" $labels))) -}}{{- end -}}
+{{- $_ := set $pod "topologySpreadConstraints" $constraints -}}
+{{- end -}}
+{{- with $pod -}}{{- toYaml . -}}{{- end -}}
 {{- end }}
 
 {{- define "headrace.podSecurity" -}}

@@ -11,7 +11,7 @@ import torch
 from headrace_engine.runner.attention.backend import AttentionMetadata, AttentionSpec
 from headrace_engine.runner.native import native_library
 from headrace_engine.runner.native.huge_pages import HugePages
-from headrace_engine.runner.native.struct_layout import check_layout
+from headrace_engine.runner.native.native_library import check_layout
 
 _LANES = 16
 

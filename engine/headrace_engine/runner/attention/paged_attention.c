@@ -18,7 +18,7 @@
  * A unit of work is (sequence, run of query tokens, KV head). All query heads that share the KV head (grouped-query attention)
  * and all tokens of the run are rows of one small matrix, so each K/V element is loaded once for all of them. Keys are
  * processed in columns of LANES, which never cross a block. The softmax is computed online over chunks of columns (Milakov
- * and Gimelshein 2018, FlashAttention). Sums are float32, whatever the type of the cache. The result of a row does not depend
+ * and Gimelshein 2018, FlashAttention). Sums are float32, for any type of the cache. The result of a row does not depend
  * on the other rows, as long as the content of the caches is finite.
  *
  * Decode is memory-bound: while a chunk is computed, the columns of the next chunk are prefetched, also across the end of a
@@ -66,7 +66,7 @@ static inline int min(int a, int b) { return a < b ? a : b; }
  *
  * Rows and columns are constants, so that the sums stay in registers, next to the elements of the rows or the columns,
  * whichever are fewer. With 16 registers, a single spilled one would double the time. Each sum adds up in the order of
- * `depth`, whatever the shape of the tile, so the result of a row does not depend on the other rows. A `packed` matrix a is
+ * `depth`, for any shape of the tile, so the result of a row does not depend on the other rows. A `packed` matrix a is
  * stored by steps, otherwise by rows of scores. The columns of b have a pointer each, as they may be in two blocks. `ahead` is the
  * data to prefetch, or NULL. Each step prefetches as much as it reads, which keeps memory busy. */
 static inline __attribute__((always_inline)) void

@@ -79,7 +79,7 @@ class TritonBackend:
                 )
         largest = max(max(layer.k_dim, layer.v_dim) for layer in spec.layers)
         if largest > _MAX_HEAD_DIM:
-            return f"its head size is {largest}, must be at most {_MAX_HEAD_DIM}"
+            return f"its head size must be at most {_MAX_HEAD_DIM}, got {largest}"
         return None
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 import torch
 
 from headrace_engine.errors import ConfigError
-from headrace_engine.private_folder import first_private
+from headrace_engine.system.private_folder import first_private
 
 logger = logging.getLogger(__name__)
 

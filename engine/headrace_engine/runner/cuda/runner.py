@@ -9,9 +9,9 @@ import time
 
 import torch
 
-from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
-from headrace_engine.lora_request import LoRARequest
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.requests.lora_request import LoRARequest
 from headrace_engine.runner.batch import RequestBatch, StepInputs
 from headrace_engine.runner.contracts import KVSpec, LaunchedStep, ModelInfo, RunnerCapabilities, StepBatch, StepOutput
 from headrace_engine.runner.cuda import device as gpu
@@ -208,4 +208,4 @@ class CUDARunner:
 
 def _check_options(config: EngineConfig) -> None:
     if config.speculative is not None and config.speculative.method == "draft_model":
-        raise ConfigError("speculative_config has method draft_model, which device cuda cannot do; ngram it can")
+        raise ConfigError("speculative_config.method must be ngram on device cuda, got draft_model")

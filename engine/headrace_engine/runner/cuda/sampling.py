@@ -13,8 +13,14 @@ import torch
 
 from headrace_engine.runner.contracts import TokenLogprobs
 from headrace_engine.runner.cuda.device import is_gpu
-from headrace_engine.runner.cuda.upload import UploadBuffer, upload_bytes
-from headrace_engine.runner.sampling.graph_sampling import CANDIDATES, NUM_KNOBS, draw, knobs_of, needs_host
+from headrace_engine.runner.cuda.step import UploadBuffer, upload_bytes
+from headrace_engine.runner.sampling.graph_sampling import (
+    CANDIDATES,
+    NUM_SAMPLING_VALUES,
+    draw,
+    needs_host,
+    sampling_values_of,
+)
 from headrace_engine.runner.sampling.sampler import SamplingRow, draw_tokens, sample
 
 _CHUNK = 1024
@@ -87,7 +93,7 @@ class DeviceSampler:
     """
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        sizes = [(max_rows, 8)] * 5, [(max_rows * NUM_KNOBS, 4), (max_rows, 4)]
+        sizes = [(max_rows, 8)] * 5, [(max_rows * NUM_SAMPLING_VALUES, 4), (max_rows, 4)]
         self._buffer = UploadBuffer(upload_bytes(*sizes[0], *sizes[1]), device)
         has_events = is_gpu(device)
         self._found = torch.empty((2, max_rows), dtype=torch.int64, pin_memory=has_events)
@@ -154,7 +160,7 @@ class DeviceSampler:
         exact = torch.ones_like(tokens)
         if drawn:
             vocab_size = logits.shape[-1]
-            knobs = [knobs_of(rows[i], vocab_size) for i in limited]
+            sampling_values = [sampling_values_of(rows[i], vocab_size) for i in limited]
             params = [rows[i].params for i in free]
             uploaded = self._buffer.upload(
                 [
@@ -163,8 +169,8 @@ class DeviceSampler:
                     np.array([min(own.temperature, _HOTTEST) for own in params], dtype=np.float64),
                     np.array([own.min_p for own in params], dtype=np.float64),
                     np.array([rows[i].u for i in free], dtype=np.float64),
-                    np.array([own for own, _ in knobs], dtype=np.float32).reshape(-1),
-                    np.array([top_k for _, top_k in knobs], dtype=np.int32),
+                    np.array([own for own, _ in sampling_values], dtype=np.float32).reshape(-1),
+                    np.array([top_k for _, top_k in sampling_values], dtype=np.int32),
                 ]
             )
             limited_at, free_at, temperature, min_p, u, knob_values, top_k = uploaded
@@ -173,7 +179,7 @@ class DeviceSampler:
                 tokens.index_copy_(0, free_at, draw_from_all(chosen, temperature, min_p, u))
             if limited:
                 chosen_logits = logits.index_select(0, limited_at).float()
-                found = draw(chosen_logits, knob_values.view(-1, NUM_KNOBS), top_k)
+                found = draw(chosen_logits, knob_values.view(-1, NUM_SAMPLING_VALUES), top_k)
                 tokens.index_copy_(0, limited_at, found.tokens.long())
                 exact.index_copy_(0, limited_at, found.is_exact.long())
         return _Drawn(tokens, exact, limited, chosen_logits, [rows[i] for i in limited])

@@ -1,6 +1,6 @@
 /* The operations between and after the matrix products of a model, in one pass over memory each.
  *
- * All arithmetic is float32, whatever the type of the data, and is rounded once. The loops are plain C, which GCC and Clang
+ * All arithmetic is float32, for any type of the data, and is rounded once. The loops are plain C, which GCC and Clang
  * vectorise for the processor. Rows are divided among threads only if the work takes longer than waking them.
  */
 #include <math.h>

@@ -1,9 +1,10 @@
-"""`ElementwiseOps`: what a decoder layer computes between its matrix products.
+"""`ElementwiseOps`: the operations of a decoder layer between its matrix products.
 
 There are three implementations: `native_ops` for the CPU, `triton_ops` for a GPU, and `torch_ops` for any device.
 """
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -36,3 +37,20 @@ class ElementwiseOps(Protocol):
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """[tokens, gate | up] -> silu(gate) * up, [tokens, half the features]."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """weight [features], of the activations' type."""
+
+    weight: torch.Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, module: Any) -> "Norm | None":
+        """Return the parameters of a module that may be such a norm, or None if it cannot be one."""
+        weight = getattr(module, "weight", None)
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if weight is None or eps is None or weight.dim() != 1 or getattr(module, "bias", None) is not None:
+            return None
+        return cls(weight.detach(), float(eps))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from headrace_engine.runner.elementwise.native_ops import MAX_FEATURES, MAX_HEAD_DIM
-from headrace_engine.runner.elementwise.norm import Norm
+from headrace_engine.runner.elementwise.ops import Norm
 from headrace_engine.runner.linear.native_linear import NativeGatedLinear, NativeLinear
 from headrace_engine.runner.linear.packed_linear import PackedLinear
 from headrace_engine.runner.linear.prepared_linear import LinearKind, PreparedLinear

@@ -17,7 +17,7 @@ from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer
 from headrace_engine.runner.linear import native_linear
 from headrace_engine.runner.linear.native_linear import LinearArgs, NativeGatedLinear, NativeLinear
 from headrace_engine.runner.native import native_library
-from headrace_engine.runner.native.struct_layout import check_layout
+from headrace_engine.runner.native.native_library import check_layout
 
 _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
@@ -46,15 +46,23 @@ class _DecoderStep(ctypes.Structure):
     """`decoder_step` of decoder_layers.c."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("kernels", "layers")),
-        *((name, ctypes.c_int32) for name in ("num_layers", "dtype", "threads", "rotary_dim")),
+        ("kernels", ctypes.c_void_p),
+        ("layers", ctypes.c_void_p),
+        ("num_layers", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("rotary_dim", ctypes.c_int32),
         ("rows", ctypes.c_int64),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("hidden", "qkv", "attention_output", "gated", "cosine", "sine", "attention")
-        ),
+        ("hidden", ctypes.c_void_p),
+        ("qkv", ctypes.c_void_p),
+        ("attention_output", ctypes.c_void_p),
+        ("gated", ctypes.c_void_p),
+        ("cosine", ctypes.c_void_p),
+        ("sine", ctypes.c_void_p),
+        ("attention", ctypes.c_void_p),
         ("wanted", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("num_wanted", "cache_bytes")),
+        ("num_wanted", ctypes.c_int64),
+        ("cache_bytes", ctypes.c_int64),
         ("wanted_attention", ctypes.c_void_p),
     )
 

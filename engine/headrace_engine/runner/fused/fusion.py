@@ -5,6 +5,7 @@ including attention. The layer is replaced if the results are equal up to roundi
 """
 
 import logging
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,7 @@ from headrace_engine.runner.memory import release_unused
 
 logger = logging.getLogger(__name__)
 
+_REPORT_SECONDS = 5.0
 _PROBE_TOKENS = 12
 # Relative error of what a layer adds to the residual stream. A missing or different part causes a much larger error,
 # and another order of rounding a much smaller one.
@@ -67,7 +69,7 @@ def fuse_decoder_layers(
     in_chain = len(seen) == len(layers) and _is_chain([seen[index] for index in range(len(layers))])
     name: str = model.config._attn_implementation
     attend = AttentionInterface._global_mapping[name]
-    tried, count = len(candidates), 0
+    tried, count, reported = len(candidates), 0, time.monotonic()
     while candidates:
         index, layer = candidates.popitem()
         fused = _verified(layer, seen.pop(index, None), model.dtype, linear)
@@ -78,6 +80,9 @@ def fuse_decoder_layers(
             count += 1
         del layer
         release_unused()  # otherwise original weights would accumulate next to the merged ones
+        if time.monotonic() - reported >= _REPORT_SECONDS:
+            reported = time.monotonic()
+            logger.info("prepared %d of %d decoder layers", tried - len(candidates), tried)
     if count < tried:
         logger.info("%d of %d decoder layers cannot be fused and are kept", tried - count, tried)
     return count

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headrace_engine.runner.batch import StepInputs
-from headrace_engine.runner.elementwise.norm import Norm
+from headrace_engine.runner.elementwise.ops import Norm
 from headrace_engine.runner.fused.decoder_stack import DecoderStack
 from headrace_engine.runner.fused.fusion import differs, probe_tokens
 from headrace_engine.runner.linear.prepared_linear import PreparedLinear

@@ -48,8 +48,19 @@ class Int8Linear(PreparedLinear):
         """[..., in_features] -> [..., out_features] of the same type."""
         levels, scales = native_ops.quantise_rows(x.reshape(-1, self.in_features))
         sums: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
-            *(levels, 1.0, _ZERO_POINT, self._packed, self._scales, self._zero_points, None),
-            *(1.0, 0, torch.float32, "none", [], ""),
+            levels,
+            1.0,
+            _ZERO_POINT,
+            self._packed,
+            self._scales,
+            self._zero_points,
+            None,
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "",
         )
         return native_ops.scale_rows(sums, scales, self._bias, x.dtype).view(*x.shape[:-1], self.out_features)
 

@@ -1,4 +1,4 @@
-/* Linear layers: x[rows][in] times a packed weight. Accumulators are float32, whatever the type of the data.
+/* Linear layers: x[rows][in] times a packed weight. Accumulators are float32, for any type of the data.
  *
  * The weight is stored in panels of PANEL outputs, [panels][in][PANEL]. A panel is read once, from beginning to end, for all rows
  * of a decode step. While one panel is multiplied, the next one is prefetched. The input is copied into tiles of rows.

@@ -20,13 +20,13 @@ static inline int64_t row_floats(const linear_args *a) {
     return (int64_t)num_steps(kind, a->in_features) * floats_of_step(kind);
 }
 
-/* Tiles of a block. A few rows form a single block, whatever their size. */
+/* Tiles of a block. A few rows form a single block of any size. */
 static inline int64_t max_vector_tiles(int64_t row_floats, int64_t tiles) {
     int64_t fit = BLOCK_BYTES / ((int64_t)sizeof(float) * TILE * row_floats);
     return tiles <= BLOCK_TILES || fit > BLOCK_TILES ? BLOCK_TILES : fit < 1 ? 1 : fit;
 }
 
-/* What a tile prefetches: one cache line in each step, `stride` bytes after the previous one. After `lines` lines it goes on
+/* What a tile prefetches: one cache line in each step, `stride` bytes after the previous one. After `lines` lines it continues
  * with the next of the upcoming pieces. */
 typedef struct {
     const char *line;

@@ -10,13 +10,13 @@ import os
 
 import torch
 
-from headrace_engine.openmp import spin_count
-from headrace_engine.runner.elementwise.norm import Norm
+from headrace_engine.runner.elementwise.ops import Norm
 from headrace_engine.runner.linear import packed_linear
 from headrace_engine.runner.linear.prepared_linear import PreparedLinear
 from headrace_engine.runner.native import native_library
 from headrace_engine.runner.native.huge_pages import HugePages
-from headrace_engine.runner.native.struct_layout import check_layout
+from headrace_engine.runner.native.native_library import check_layout
+from headrace_engine.system.openmp import spin_count
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from headrace_engine.errors import LoRAError
-from headrace_engine.lora_request import LoRARequest
+from headrace_engine.requests.lora_request import LoRARequest
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -116,9 +116,9 @@ def _read_config(folder: Path, problems: list[str]) -> dict[str, Any]:
         return {}
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
-        problems.append(f"r is {rank!r}, must be an integer of at least 1")
+        problems.append(f"r must be an integer of at least 1, got {rank!r}")
     if not _is_number(alpha):
-        problems.append(f"lora_alpha is {alpha!r}, must be a number")
+        problems.append(f"lora_alpha must be a number, got {alpha!r}")
     for name in ("rank_pattern", "alpha_pattern"):
         pattern = config.get(name) or {}
         if not isinstance(pattern, dict):
@@ -138,12 +138,12 @@ def _is_number(value: object) -> bool:
 
 def _check_config(config: Mapping[str, Any], targets: Mapping[str, Target], problems: list[str]) -> None:
     if config.get("peft_type") != "LORA":
-        problems.append(f"peft_type is {config.get('peft_type')!r}, only 'LORA' is supported")
+        problems.append(f"peft_type must be 'LORA', got {config.get('peft_type')!r}")
     problems += [
         f"{key} is set: {meaning} is not supported" for key, meaning in _UNSUPPORTED.items() if config.get(key)
     ]
     if config.get("bias", "none") != "none":
-        problems.append(f"bias is {config['bias']!r}: trained biases are not supported, only 'none'")
+        problems.append(f"bias must be 'none', since trained biases are not supported, got {config['bias']!r}")
     if config.get("init_lora_weights") not in _HARMLESS_INITS:
         problems.append(
             f"init_lora_weights is {config['init_lora_weights']!r}, which changes the model's own weights: "
@@ -200,7 +200,7 @@ def _check_shapes(
                 continue
             actual = weights.get_slice(names[matrix]).get_shape()
             if actual != shape:
-                problems.append(f"lora_{matrix} of {module} has the shape {actual}, expected {shape}")
+                problems.append(f"lora_{matrix} of {module} must have the shape {shape}, got {actual}")
     wanted = config.get("target_modules")
     if isinstance(wanted, list) and not problems:
         problems += [

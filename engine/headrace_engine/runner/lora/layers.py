@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from headrace_engine.lora_request import LoRARequest
+from headrace_engine.requests.lora_request import LoRARequest
 from headrace_engine.runner.batch import StepInputs
 from headrace_engine.runner.lora.adapter import Adapter, Target, read_adapter
 

@@ -9,8 +9,8 @@ same token.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
+from headrace_engine.options.config import EngineConfig
 from headrace_engine.runner.batch import RequestBatch, RunningRequest, TokenSpan, sampling_rows
 from headrace_engine.runner.contracts import ModelInfo, StepBatch
 from headrace_engine.runner.models.paged_model import PagedModel

@@ -6,11 +6,12 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from headrace_engine.config import ModelConfig
-from headrace_engine.engine_args_checks import GENERATION_DEFAULTS
+from headrace_engine.checkpoints.checkpoint import is_gguf
 from headrace_engine.errors import InvalidRequestError, ModelLoadError
+from headrace_engine.options.config import ModelConfig
+from headrace_engine.options.engine_args_checks import GENERATION_DEFAULTS
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.models.load_errors import permanent_errors
-from headrace_engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +30,21 @@ def read_generation_config(config: ModelConfig, own: GenerationConfig | None) ->
         return GenerationConfig.from_pretrained(folder)
 
 
-def eos_token_ids(generation: GenerationConfig | None, hf_config: Any) -> list[int]:
-    """Return the end tokens of the generation config, or of the model config if it names none.
+def eos_token_ids(generation: GenerationConfig | None, hf_config: Any, model: str) -> list[int]:
+    """Return the end tokens of the generation config, or of the model config if it names none, and of a GGUF file.
 
     A token outside the vocabulary can never be drawn. It is ignored with a warning.
     """
     found = getattr(generation, "eos_token_id", None)
     if found is None:
         found = getattr(hf_config, "eos_token_id", None)
-    named = found if isinstance(found, list | tuple) else [] if found is None else [found]
+    named = list(found) if isinstance(found, list | tuple) else [] if found is None else [found]
+    if is_gguf(model):
+        from headrace_engine.checkpoints.gguf_reader import (
+            end_token_ids,  # imports gguf, which other models do not need
+        )
+
+        named += end_token_ids(model)
     size = hf_config.get_text_config().vocab_size
     known = [token_id for token_id in named if type(token_id) is int and 0 <= token_id < size]
     if len(known) < len(named):

@@ -19,9 +19,9 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from headrace_engine.checkpoint import pretrained_source, unreadable
-from headrace_engine.config import FITTING_LENGTH, ModelConfig
+from headrace_engine.checkpoints.checkpoint import pretrained_source, quick_reads, unreadable
 from headrace_engine.errors import ConfigError, ModelLoadError
+from headrace_engine.options.config import FITTING_LENGTH, ModelConfig
 from headrace_engine.runner.models import generation, rope
 from headrace_engine.runner.models.load_errors import permanent_errors
 
@@ -33,7 +33,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def load_config(config: ModelConfig) -> Any:
     """Return the transformers config of the model. Raises ModelLoadError that names the model."""
-    with permanent_errors(config.model, "read", unreadable):
+    with permanent_errors(config.model, "read", unreadable), quick_reads(config.model):
         source, options = pretrained_source(config.model, config.revision)
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code, **options)
     generation.drop_foreign_pad_token(hf_config)
@@ -49,9 +49,10 @@ def load_weights(config: ModelConfig, hf_config: Any, dtype: torch.dtype, attent
     name = f"headrace_{next(_names)}"
     AttentionInterface.register(name, _without_holding(attention))
     transformers_logging.disable_progress_bar()
+    logger.info("reading the weights of %s", config.model)
     source, options = pretrained_source(config.model, config.revision)
     model: PreTrainedModel
-    with permanent_errors(config.model, "loaded"):
+    with permanent_errors(config.model, "loaded"), quick_reads(config.model):
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
             config=hf_config,
@@ -171,5 +172,5 @@ def resolve_max_model_len(config: ModelConfig, hf_config: Any) -> int:
             return unscaled
         return limit
     if limit is not None and config.max_model_len > limit:
-        raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {limit}")
+        raise ConfigError(f"max_model_len must be at most {limit}, the model's positions, got {config.max_model_len}")
     return config.max_model_len

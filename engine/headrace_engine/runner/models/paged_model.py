@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from headrace_engine.checkpoint import fingerprint
-from headrace_engine.config import CacheConfig, ModelConfig
+from headrace_engine.checkpoints.checkpoint import fingerprint
 from headrace_engine.errors import ConfigError
+from headrace_engine.options.config import CacheConfig, ModelConfig
 from headrace_engine.runner import memory
 from headrace_engine.runner.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec, scale_of
 from headrace_engine.runner.attention.native import NativeBackend
@@ -26,10 +26,9 @@ from headrace_engine.runner.fused.decoder_stack import DecoderStack, stackable
 from headrace_engine.runner.fused.fusion import decoder_layers, fuse_decoder_layers
 from headrace_engine.runner.fused.short_forward import ShortForward
 from headrace_engine.runner.linear import int8_linear, native_linear, packed_linear
-from headrace_engine.runner.linear.device_linear import DeviceLinear, TritonLinear
 from headrace_engine.runner.linear.native_linear import NativeLinear
 from headrace_engine.runner.linear.packed_linear import PackedLinear
-from headrace_engine.runner.linear.prepared_linear import LinearKind
+from headrace_engine.runner.linear.prepared_linear import DeviceLinear, LinearKind, TritonLinear
 from headrace_engine.runner.linear.replacement import pack_linear_layers, watch_weights
 from headrace_engine.runner.lora.layers import LoRALayers
 from headrace_engine.runner.memory import check_model_fits
@@ -95,7 +94,7 @@ class PagedModel:
         self.info = ModelInfo(
             vocab_size=hf_config.get_text_config().vocab_size,
             max_model_len=max_model_len,
-            eos_token_ids=generation.eos_token_ids(generation_config, hf_config),
+            eos_token_ids=generation.eos_token_ids(generation_config, hf_config, config.model),
             default_sampling_params=generation.default_sampling_params(config, generation_config),
             architecture=type(self._model).__name__,
             dtype=str(dtype).removeprefix("torch."),

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headrace_engine.config import ModelConfig
 from headrace_engine.errors import ConfigError
+from headrace_engine.options.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ The last bits of a matrix product depend on its shape, because libraries choose 
 for another number of rows. In bfloat16 the difference shows in the logits (see "Defeating Nondeterminism in LLM
 Inference", He 2025). So each forward pass gets exactly `TILE_ROWS` tokens, the last one with padding. Every operation
 of the model then has a fixed shape, and the result of a row depends on that row only. Attention needs no tiles: the
-compiled kernel sums over the blocks of a sequence in their order, whatever else is in the step.
+compiled kernel sums over the blocks of a sequence in their order, in any step.
 
     step     [ a a a a a a a b c c c ]
     tiles    [ a a a a ] [ a a a b ] [ c c c - ]

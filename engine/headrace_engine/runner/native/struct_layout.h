@@ -1,4 +1,4 @@
-/* Exports the layout of a structure, so that struct_layout.py can compare it with the ctypes declaration.
+/* Exports the layout of a structure, so that native_library.py can compare it with the ctypes declaration.
  *
  *     EXPORT_LAYOUT(point, FIELD(point, x), FIELD(point, y));
  */

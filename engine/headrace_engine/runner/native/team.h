@@ -22,7 +22,7 @@ typedef struct {
 typedef struct {
     team_slot *slots;                 /* one for each thread, initially zero */
     movable_thread *_Atomic *movable; /* one for each thread, NULL before its first team; NULL: no thread is moved */
-    int32_t spins;                    /* of a waiting thread before it sleeps; see openmp.py */
+    int32_t spins;                    /* of a waiting thread before it sleeps; see system/openmp.py */
     _Alignas(64) _Atomic int32_t generation; /* number of barriers passed */
     _Alignas(64) _Atomic int32_t arrived, asleep;
     _Atomic int32_t failed; /* set by any thread before a barrier */
@@ -81,7 +81,7 @@ static inline int thread_on_same_core(const member *m, int32_t generation) {
     return -1;
 }
 
-/* Separates two threads that share a core: one of them moves to an idle core. Thread 0 stays, as it may be about to go on
+/* Separates two threads that share a core: one of them moves to an idle core. Thread 0 stays, as it may be about to continue
  * without the team. */
 static void separate(const member *m, int other) {
     movable_thread *own = m->self, *others = m->team->movable ? atomic_load(m->team->movable + other) : NULL;

@@ -12,12 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.sampling.sampler import SamplingRow
-from headrace_engine.sampling_params import SamplingParams
 
 CANDIDATES = 256
 
-NUM_KNOBS = 4
+NUM_SAMPLING_VALUES = 4
 """Floats for each row, in this order: temperature (0: greedy), top_p, log of min_p, u."""
 
 # Used instead of minus infinity: some devices do not return NaN or zero as expected when they multiply it.
@@ -27,9 +27,24 @@ _HOST_KNOWS = {"prompt_token_ids", "output_token_ids", "params", "u"}
 # Parameters that the graph supports, or that do not affect the choice of a token. If any other one is not at its
 # default, the host draws. So a new parameter of the sampler is never ignored here.
 _GRAPH_KNOWS = {
-    *("temperature", "top_p", "top_k", "min_p", "seed", "n", "max_tokens", "min_tokens", "ignore_eos"),
-    *("stop", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens", "output_kind"),
-    *("detokenize", "spaces_between_special_tokens", "stream_interval", "repetition_detection"),
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "n",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "output_kind",
+    "detokenize",
+    "spaces_between_special_tokens",
+    "stream_interval",
+    "repetition_detection",
 }
 
 
@@ -43,15 +58,20 @@ class Drawn:
     """[rows] int32; 0 if kept tokens may be missing from the candidates, so that `tokens` must not be used."""
 
 
-def draw(logits: torch.Tensor, knobs: torch.Tensor, top_k: torch.Tensor) -> Drawn:
+def draw(logits: torch.Tensor, sampling_values: torch.Tensor, top_k: torch.Tensor) -> Drawn:
     """Draw one token for each row.
 
     Args:
         logits: [rows, vocabulary] float32
-        knobs: [rows, NUM_KNOBS] float32
+        sampling_values: [rows, NUM_SAMPLING_VALUES] float32
         top_k: [rows] int32, 0 keeps all
     """
-    temperature, top_p, log_min_p, u = knobs[:, 0:1], knobs[:, 1:2], knobs[:, 2:3], knobs[:, 3:4]
+    temperature, top_p, log_min_p, u = (
+        sampling_values[:, 0:1],
+        sampling_values[:, 1:2],
+        sampling_values[:, 2:3],
+        sampling_values[:, 3:4],
+    )
     is_greedy = temperature == 0.0
     scaled = logits / torch.where(is_greedy, 1.0, temperature)
     vocab_size = logits.shape[-1]
@@ -95,8 +115,8 @@ def draw(logits: torch.Tensor, knobs: torch.Tensor, top_k: torch.Tensor) -> Draw
     return Drawn(tokens, is_exact[:, 0].to(torch.int32))
 
 
-def knobs_of(row: SamplingRow, vocab_size: int) -> tuple[npt.NDArray[np.float32], int]:
-    """Return the arguments of `draw` for a row: its knobs, and its top_k."""
+def sampling_values_of(row: SamplingRow, vocab_size: int) -> tuple[npt.NDArray[np.float32], int]:
+    """Return the arguments of `draw` for a row: its sampling_values, and its top_k."""
     params = row.params
     log_min_p = float(np.log(params.min_p)) if params.min_p > 0 else _MIN_LOGIT
     # a device may flush subnormals to 0, which means greedy

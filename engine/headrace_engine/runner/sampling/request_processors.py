@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from headrace_engine.config import EngineConfig
 from headrace_engine.errors import raised_at
-from headrace_engine.logits_processor import LogitsProcessor, load_logits_processors, with_prompt
-from headrace_engine.sampling_params import SamplingParams
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.options.logits_processor import LogitsProcessor, load_logits_processors, with_prompt
+from headrace_engine.requests.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

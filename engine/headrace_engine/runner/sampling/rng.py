@@ -1,8 +1,7 @@
 """Random draws as a pure function of (seed, position): no state, no order of calls, no global generator.
 
-It is the only source of randomness of the sampler. So a request draws the same numbers whatever its batch, its chunks
-and its preemptions are, and whichever worker continues it after a crash. A change of the draws increments
-`contracts.DRAWS`.
+It is the only source of randomness of the sampler. So a request draws the same numbers in any batch, with any chunks,
+after a preemption, and on another worker after a crash. A change of the draws increments `contracts.DRAWS`.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """The static step in plain PyTorch: a decoder of the Llama family with paged K/V memory and its sampler.
 
-Everything that depends on values happens on the host (`inputs.py`). Here all shapes follow from the shapes of the
+Everything that depends on values happens on the host (`shapes.py`). Here all shapes follow from the shapes of the
 inputs. K/V of all tokens are written before any token attends. So one rule covers chunked prefill, prefix caching and
 decoding: a token sees every position up to its own.
 """
@@ -206,14 +206,14 @@ class StaticDecoder(nn.Module):
             attention.register_buffer("v_cache", torch.zeros(shape, dtype=weight.dtype, device=device), False)
 
     def forward(
-        self, tokens: torch.Tensor, rows: torch.Tensor, knobs: torch.Tensor
+        self, tokens: torch.Tensor, rows: torch.Tensor, sampling_values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute one step.
 
         Args:
             tokens: [4, rows, tokens] int32: token ids, positions, blocks and offsets where K/V are written.
             rows: [rows, 2 + blocks] int32: index of the last token, top_k, block table.
-            knobs: [rows, NUM_KNOBS] float32, see `graph_sampling.py`.
+            sampling_values: [rows, NUM_SAMPLING_VALUES] float32, see `graph_sampling.py`.
 
         Returns:
             [2, rows] int32: the tokens drawn, and whether each is exact; and the logits, [rows, vocabulary] float32.
@@ -235,7 +235,7 @@ class StaticDecoder(nn.Module):
         # one of them is 1: a chunk of one request, or one token of several requests
         last = hidden[:, 0] if num_tokens == 1 else hidden[0].index_select(0, rows[:, 0])
         logits = self.lm_head(self.model.norm(last)).float()
-        drawn = draw(logits, knobs, rows[:, 1])
+        drawn = draw(logits, sampling_values, rows[:, 1])
         return torch.stack([drawn.tokens, drawn.is_exact]), logits
 
     def _masks(self, positions: torch.Tensor, num_blocks: int) -> dict[int | None, torch.Tensor]:

@@ -9,6 +9,7 @@ the same graphs.
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
 from typing import Any
@@ -17,10 +18,9 @@ import msgpack
 import torch
 import torch.distributed as dist
 
-from headrace_engine.config import EngineConfig
 from headrace_engine.errors import ConfigError
-from headrace_engine.runner.static.inputs import StaticInputs, empty_inputs
-from headrace_engine.runner.static.shapes import Shape
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.runner.static.shapes import Shape, StaticInputs, empty_inputs
 
 # An idle rank waits for the next step without a limit. A dead rank is noticed at once by its closed connection.
 _TIMEOUT = timedelta(days=365)
@@ -76,7 +76,7 @@ class Group:
         return Kind(kind), first, second, inputs
 
     def _exchange(self, inputs: StaticInputs) -> None:
-        for tensor in (inputs.tokens, inputs.rows, inputs.knobs):
+        for tensor in (inputs.tokens, inputs.rows, inputs.sampling_values):
             dist.broadcast(tensor, 0, group=self._host)
 
     def close(self) -> None:
@@ -93,13 +93,19 @@ class WorkerRanks:
     def __init__(self, config: EngineConfig, backend: str) -> None:
         size = config.static.tensor_parallel_size
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)  # type: ignore[attr-defined]
-        self._processes = [_start(config, rank, store.port) for rank in range(1, size)]
-        for rank, process in enumerate(self._processes, 1):
-            assert process.stdout is not None
-            if process.stdout.readline() != READY:
-                self._kill()
-                raise ConfigError(f"rank {rank} of {size} could not start, exit status {process.wait()}")
-        self.group = Group(0, size, backend, store)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(1, size):
+                self._processes.append(_start(config, rank, store.port))
+            for rank, process in enumerate(self._processes, 1):
+                assert process.stdout is not None
+                if process.stdout.readline() != READY:
+                    process.kill()
+                    raise ConfigError(f"rank {rank} of {size} could not start, exit status {process.wait()}")
+            self.group = Group(0, size, backend, store)
+        except BaseException:
+            self._kill()
+            raise
 
     def close(self, timeout: float = 10.0) -> None:
         """End the other ranks. Kill those that do not respond."""
@@ -132,6 +138,6 @@ def _start(config: EngineConfig, rank: int, port: int) -> "subprocess.Popen[byte
         env=environ,
     )
     assert process.stdin is not None
-    process.stdin.write(msgpack.packb(config.to_wire()))
-    process.stdin.close()
+    with suppress(BrokenPipeError), process.stdin:  # that it has ended is noticed when its answer is read
+        process.stdin.write(msgpack.packb(config.to_wire()))
     return process

@@ -1,6 +1,6 @@
 """Creates the runner of a device with static shapes."""
 
-from headrace_engine.config import EngineConfig
+from headrace_engine.options.config import EngineConfig
 from headrace_engine.runner.static.devices import create_compiler_backend
 from headrace_engine.runner.static.runner import StaticPagedRunner
 

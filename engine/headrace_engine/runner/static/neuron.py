@@ -12,8 +12,7 @@ import torch
 from torch._dynamo.backends.registry import list_backends
 
 from headrace_engine.errors import ConfigError
-from headrace_engine.runner.static.compiled import Compiled
-from headrace_engine.runner.static.compiler_backend import Step
+from headrace_engine.runner.static.compiler_backend import Compiled, Step
 
 # Share of the memory left after the weights that K/V may take. Graphs and their scratch memory need the rest.
 _KV_SHARE = 0.7

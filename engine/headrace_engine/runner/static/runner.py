@@ -10,10 +10,10 @@ import time
 import torch
 from tqdm.auto import tqdm
 
-from headrace_engine.checkpoint import fingerprint
-from headrace_engine.config import EngineConfig
+from headrace_engine.checkpoints.checkpoint import fingerprint
 from headrace_engine.errors import ConfigError
-from headrace_engine.lora_request import LoRARequest
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.requests.lora_request import LoRARequest
 from headrace_engine.runner.batch import RequestBatch, StepInputs
 from headrace_engine.runner.contracts import KVSpec, ModelInfo, RunnerCapabilities, StepBatch, StepOutput, TokenLogprobs
 from headrace_engine.runner.models import generation, loading
@@ -22,8 +22,7 @@ from headrace_engine.runner.sampling.request_processors import ProcessorSet
 from headrace_engine.runner.sampling.sampler import SamplingRow, prompt_logprobs, sample
 from headrace_engine.runner.static.compiler_backend import CompilerBackend
 from headrace_engine.runner.static.group import Kind, WorkerRanks
-from headrace_engine.runner.static.inputs import StaticInputs, empty_inputs, pad
-from headrace_engine.runner.static.shapes import ShapeGrid
+from headrace_engine.runner.static.shapes import ShapeGrid, StaticInputs, empty_inputs, pad
 from headrace_engine.runner.static.shard import ModelShard
 from headrace_engine.runner.static.weights import check_ranks, decoder_spec, read_generation_config
 
@@ -61,7 +60,7 @@ class StaticPagedRunner:
         self.info = ModelInfo(
             vocab_size=part.hf_config.vocab_size,
             max_model_len=part.max_model_len,
-            eos_token_ids=generation.eos_token_ids(generation_config, part.hf_config),
+            eos_token_ids=generation.eos_token_ids(generation_config, part.hf_config, self._config.model.model),
             default_sampling_params=generation.default_sampling_params(self._config.model, generation_config),
             architecture=part.hf_config.architectures[0],
             dtype=str(part.dtype).removeprefix("torch."),

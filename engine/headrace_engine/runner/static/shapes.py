@@ -1,4 +1,4 @@
-"""The grid of shapes that a static device compiles, and the choice of a shape for a step. Imports no torch.
+"""The grid of shapes that a static device compiles, the choice of a shape for a step, and the padded inputs.
 
 One function gives two families of graphs: prefill (one request, a chunk of tokens) and decode (several requests, one
 token each). Each is combined with the number of KV blocks that attention reads:
@@ -12,8 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from headrace_engine.config import EngineConfig
+import numpy as np
+import torch
+
 from headrace_engine.errors import ConfigError, RecompilationError
+from headrace_engine.options.config import EngineConfig
+from headrace_engine.runner.batch import StepInputs
+from headrace_engine.runner.sampling.graph_sampling import NUM_SAMPLING_VALUES, needs_host, sampling_values_of
+from headrace_engine.runner.sampling.sampler import SamplingRow
 
 _PREFILL_BUCKETS = (128, 512, 2048)
 _CONTEXT_BUCKETS = (512, 2048, 8192)
@@ -58,17 +64,17 @@ class ShapeGrid:
             -(-context // _PARTITIONS) * _PARTITIONS for context in _up_to(_CONTEXT_BUCKETS, max_model_len)
         ]
         problems = [
-            f"prefill bucket {bucket} is more than max_num_batched_tokens, which is {scheduler.max_num_batched_tokens}"
+            f"prefill buckets must be at most max_num_batched_tokens, {scheduler.max_num_batched_tokens}, got {bucket}"
             for bucket in self.prefill
             if bucket > scheduler.max_num_batched_tokens
         ]
         problems += [
-            f"decode bucket {bucket} is more than max_num_seqs, which is {scheduler.max_num_seqs}"
+            f"decode buckets must be at most max_num_seqs, {scheduler.max_num_seqs}, got {bucket}"
             for bucket in self.decode
             if bucket > scheduler.max_num_seqs
         ]
         if contexts[-1] < max_model_len:
-            problems.append(f"the largest context bucket is {contexts[-1]}, must hold max_model_len={max_model_len}")
+            problems.append(f"the largest context bucket must be at least {max_model_len}, got {contexts[-1]}")
         if problems:
             raise ConfigError("; ".join(problems))
         self.blocks = sorted({-(-context // block_size) for context in contexts})
@@ -108,3 +114,49 @@ def _smallest(buckets: Sequence[int], needed: int) -> int:
         if bucket >= needed:
             return bucket
     raise RecompilationError(f"a step asks for {needed}, the largest bucket that is compiled holds {buckets[-1]}")
+
+
+@dataclass(frozen=True, slots=True)
+class StaticInputs:
+    """The arguments of `StaticDecoder.forward`, as int32 and float32 on the CPU."""
+
+    tokens: torch.Tensor
+    rows: torch.Tensor
+    sampling_values: torch.Tensor
+
+
+def empty_inputs(shape: Shape) -> StaticInputs:
+    """Return inputs of padding only, for warm-up."""
+    return StaticInputs(
+        tokens=torch.zeros((4, shape.rows, shape.tokens), dtype=torch.int32),
+        rows=torch.zeros((shape.rows, 2 + shape.blocks), dtype=torch.int32),
+        sampling_values=torch.zeros((shape.rows, NUM_SAMPLING_VALUES), dtype=torch.float32),
+    )
+
+
+def pad(
+    packed: StepInputs, sampling: Sequence[SamplingRow | None], shape: Shape, block_size: int, vocab_size: int
+) -> StaticInputs:
+    """Pad a packed batch to a shape.
+
+    Args:
+        sampling: one entry for each request of the batch, None if it gets no token in this step.
+    """
+    inputs = empty_inputs(shape)
+    metadata = packed.metadata
+    count = len(metadata.seq_lens)
+    slots = metadata.slot_mapping.numpy()
+    arrays = inputs.tokens.numpy()
+    # there is one row, or each row has one token: so a packed batch fills the array from its start
+    flat = np.stack([packed.input_ids.numpy(), packed.positions.numpy(), slots // block_size, slots % block_size])
+    arrays.reshape(4, -1)[:, : flat.shape[1]] = flat
+    rows = inputs.rows.numpy()
+    rows[:count, 0] = np.diff(metadata.query_start.numpy()) - 1
+    table = metadata.block_table.numpy()
+    width = min(shape.blocks, table.shape[1])
+    rows[:count, 2 : 2 + width] = table[metadata.table_rows.numpy(), :width]
+    sampling_values = inputs.sampling_values.numpy()
+    for index, row in enumerate(sampling):
+        if row is not None and not needs_host(row):
+            sampling_values[index], rows[index, 1] = sampling_values_of(row, vocab_size)
+    return inputs

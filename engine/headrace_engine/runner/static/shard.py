@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from headrace_engine.config import EngineConfig
+from headrace_engine.options.config import EngineConfig
 from headrace_engine.runner.models import loading
 from headrace_engine.runner.models.load_errors import permanent_errors
 from headrace_engine.runner.static.compiler_backend import CompilerBackend, Step
 from headrace_engine.runner.static.group import Group
-from headrace_engine.runner.static.inputs import StaticInputs
+from headrace_engine.runner.static.shapes import StaticInputs
 from headrace_engine.runner.static.weights import load_decoder
 
 
@@ -59,6 +59,6 @@ class ModelShard:
     def run(self, inputs: StaticInputs, *, sealed: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute one step. Raises RecompilationError if its shape was not compiled during warm-up."""
         device = self._compiler_backend.device
-        arguments = (inputs.tokens.to(device), inputs.rows.to(device), inputs.knobs.to(device))
+        arguments = (inputs.tokens.to(device), inputs.rows.to(device), inputs.sampling_values.to(device))
         with self._compiler_backend.sealed() if sealed else nullcontext():
             return self._step(*arguments)

@@ -11,9 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from headrace_engine.checkpoint import pretrained_source
-from headrace_engine.config import ModelConfig
+from headrace_engine.checkpoints.checkpoint import pretrained_source
 from headrace_engine.errors import ConfigError, ModelLoadError
+from headrace_engine.options.config import ModelConfig
 from headrace_engine.runner.models import generation
 from headrace_engine.runner.models.load_errors import permanent_errors
 from headrace_engine.runner.static.decoder import DecoderSpec, Reduce, StaticDecoder
@@ -61,14 +61,14 @@ def decoder_spec(name: str, hf_config: Any) -> DecoderSpec:
 def _unsupported(hf_config: Any) -> Iterator[str]:
     rope_type = hf_config.rope_parameters.get("rope_type", "default")
     if rope_type not in _ROPE_TYPES:
-        yield f"its rotary embedding is {rope_type!r}, allowed are {', '.join(_ROPE_TYPES)}"
+        yield f"its rotary embedding must be one of {', '.join(_ROPE_TYPES)}, got {rope_type!r}"
     if hf_config.hidden_act != "silu":
-        yield f"its activation is {hf_config.hidden_act!r}, allowed is silu"
+        yield f"its activation must be silu, got {hf_config.hidden_act!r}"
     if getattr(hf_config, "quantization_config", None):
         yield "its weights are quantised"
     unknown = sorted(set(getattr(hf_config, "layer_types", None) or ()) - set(_LAYER_TYPES))
     if unknown:
-        yield f"its layers are of types {', '.join(unknown)}, allowed are {', '.join(_LAYER_TYPES)}"
+        yield f"its layers must be of types {', '.join(_LAYER_TYPES)}, got {', '.join(unknown)}"
 
 
 def _windows(hf_config: Any) -> tuple[int | None, ...]:
@@ -88,7 +88,7 @@ def check_ranks(spec: DecoderSpec, num_ranks: int) -> None:
     }
     problems = [f"the model's {count} {what}" for what, count in counts.items() if count % num_ranks]
     if problems:
-        raise ConfigError(f"tensor_parallel_size is {num_ranks}, which does not divide {' or '.join(problems)}")
+        raise ConfigError(f"tensor_parallel_size must divide {' and '.join(problems)}, got {num_ranks}")
 
 
 def load_decoder(

@@ -12,7 +12,7 @@ import msgpack
 import torch
 import torch.distributed as dist
 
-from headrace_engine.config import EngineConfig
+from headrace_engine.options.config import EngineConfig
 from headrace_engine.runner.static.devices import create_compiler_backend
 from headrace_engine.runner.static.group import READY, Group, Kind
 from headrace_engine.runner.static.shard import ModelShard

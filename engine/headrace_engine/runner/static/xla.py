@@ -63,8 +63,10 @@ class XLA:
         self._xla.sync()  # pending operations of the load are not a graph of a step
         self._compiled_before = self._num_compilations()
 
-        def run(tokens: torch.Tensor, rows: torch.Tensor, knobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            output: tuple[torch.Tensor, torch.Tensor] = step.forward(tokens, rows, knobs)
+        def run(
+            tokens: torch.Tensor, rows: torch.Tensor, sampling_values: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            output: tuple[torch.Tensor, torch.Tensor] = step.forward(tokens, rows, sampling_values)
             self._xla.sync()
             return output
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
-from headrace_broker.connections import connect
-from headrace_broker.embedded import EmbeddedServer, free_port
-from headrace_broker.registry import register_model
-from headrace_gateway.keys import ApiKey
+from headrace_broker.models.registry import register_model
+from headrace_broker.server.connections import connect
+from headrace_broker.server.embedded import EmbeddedServer, free_port
+from headrace_gateway.keys.api_key import ApiKey
 from service.gateway.page.scripted import MODEL, Script, ScriptedGateway
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser"))), None)
@@ -75,31 +75,23 @@ def script() -> Script:
     return Script()
 
 
-MakeReplicas = Callable[..., list[ScriptedGateway]]
+MakeGateway = Callable[..., ScriptedGateway]
 
 
 @pytest.fixture
-def replicas(redis_server: EmbeddedServer, script: Script) -> Iterator[MakeReplicas]:
-    """Makes gateways with one script, which allow each other's origins."""
+def make_gateway(redis_server: EmbeddedServer, script: Script) -> Iterator[MakeGateway]:
+    """Makes gateways with the script."""
     with ExitStack() as stack:
 
-        def make(
-            count: int, *, keys: dict[str, ApiKey] | None = None, are_allowed: bool = True
-        ) -> list[ScriptedGateway]:
+        def make(*, keys: dict[str, ApiKey] | None = None) -> ScriptedGateway:
             with connect(redis_server.url) as client:
                 register_model(client, MODEL, max_model_len=2048, worker="worker@host", seen=time.time())
-            ports = [free_port() for _ in range(count)]
-            origins = tuple(f"http://127.0.0.1:{port}" for port in ports) if are_allowed else ()
-            return [
-                stack.enter_context(ScriptedGateway(script, redis_server.url, port, keys=keys, allowed_origins=origins))
-                for port in ports
-            ]
+            return stack.enter_context(ScriptedGateway(script, redis_server.url, free_port(), keys=keys))
 
         yield make
 
 
 @pytest.fixture
-def scripted(replicas: MakeReplicas) -> ScriptedGateway:
+def scripted(make_gateway: MakeGateway) -> ScriptedGateway:
     """One gateway without keys."""
-    [gateway] = replicas(1)
-    return gateway
+    return make_gateway()

@@ -1,6 +1,6 @@
 """A gateway whose outputs a test writes, so that it says when each token comes; everything but generation is real.
 
-It speaks the event streams of `/v1/chat/completions`, with cursors, and any number of replicas share one script.
+It speaks the event streams of `/v1/chat/completions`.
 """
 
 import asyncio
@@ -13,31 +13,30 @@ from typing import Any
 import msgspec
 import uvicorn
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace_broker import AsyncClient, BrokerSettings
-from headrace_broker.connections import connect_async
-from headrace_broker.stream_hub import StreamHub
-from headrace_broker.tokenizer_calls import TokenizerClient
-from headrace_gateway import GatewaySettings, overview, page_files
-from headrace_gateway.batch.batch_store import BatchStore
-from headrace_gateway.call import ChatForm
-from headrace_gateway.claims import Claims
+from headrace_broker.client.tokenizer_calls import TokenizerClient
+from headrace_broker.server.connections import connect_async
+from headrace_broker.streams.hub import StreamHub
+from headrace_gateway import GatewaySettings
+from headrace_gateway.answers.envelope import Envelope, EnvelopeStore
+from headrace_gateway.answers.response_store import ResponseStore
 from headrace_gateway.context import Gateway, gateway_of
-from headrace_gateway.envelope import Envelope, EnvelopeStore
 from headrace_gateway.errors import ApiError
-from headrace_gateway.json_response import ErrorResponse, JsonResponse
-from headrace_gateway.keys import ANYONE, ApiKey
-from headrace_gateway.local_guard import LocalGuard
-from headrace_gateway.model_catalog import ModelCatalog
-from headrace_gateway.rate_limits import RateLimits
-from headrace_gateway.response_store import ResponseStore
-from headrace_gateway.webhooks.announcer import Webhooks
+from headrace_gateway.http.json import ErrorResponse, JsonResponse
+from headrace_gateway.http.local_guard import LocalGuard
+from headrace_gateway.keys.api_key import ANYONE, ApiKey
+from headrace_gateway.keys.limits import RateLimits
+from headrace_gateway.keys.model_catalog import ModelCatalog
+from headrace_gateway.page import files as page_files
+from headrace_gateway.page import overview
+from headrace_gateway.redis.claims import Claims
+from headrace_gateway.requests.call import ChatOptions
+from headrace_gateway.webhooks.event_publisher import Webhooks
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 ID = "chatcmpl-0123456789abcdef0123456789abcdef"
@@ -55,8 +54,6 @@ class Script:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of the requests."""
     urls: list[str] = field(default_factory=list)
-    repeat_token: int | None = None
-    """A fault: this token is sent twice to a reader that rejoins."""
     models: Sequence[str] = (MODEL,)
 
     def usage(self, count: int) -> dict[str, Any]:
@@ -67,67 +64,36 @@ class Script:
             "prompt_tokens_details": {"cached_tokens": 4},
         }
 
-    def answer(self) -> dict[str, Any]:
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": "".join(self.tokens), "refusal": None},
-            "token_ids": list(range(len(self.tokens))),
-            "finish_reason": "stop",
-            "logprobs": None,
-        }
-        usage = self.usage(len(self.tokens))
-        return {
-            "id": ID,
-            "object": "chat.completion",
-            "created": 1,
-            "model": MODEL,
-            "choices": [choice],
-            "usage": usage,
-        }
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Return the events; the first one has the role."""
 
-    async def frames(self, after: int, *, has_ids: bool, is_rejoined: bool) -> AsyncIterator[bytes]:
-        """Return the frames after frame `after`; frame 0 has the role."""
-
-        def frame(number: int, choices: list[dict[str, Any]], count: int) -> bytes:
+        def frame(choices: list[dict[str, Any]], count: int) -> bytes:
             chunk = {"id": ID, "object": "chat.completion.chunk", "created": 1, "model": MODEL, "choices": choices}
-            data = b"data: " + msgspec.json.encode({**chunk, "usage": self.usage(count)}) + b"\n\n"
-            return b"id: 1-%d.0\n" % number + data if has_ids else data
+            return b"data: " + msgspec.json.encode({**chunk, "usage": self.usage(count)}) + b"\n\n"
 
-        if after < 0:
-            yield frame(0, [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}], 0)
+        yield frame([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}], 0)
         for number, token in enumerate(self.tokens, 1):
             while number > self.allowed:
                 await asyncio.sleep(0.01)
             choice = {"index": 0, "delta": {"content": token}, "finish_reason": None, "token_ids": [number - 1]}
-            if number > after:
-                yield frame(number, [choice], number)
-            if is_rejoined and number == self.repeat_token:
-                yield frame(number, [choice], number)
+            yield frame([choice], number)
         if self.error is not None:
             yield b"data: " + msgspec.json.encode({"error": {"message": self.error}}) + b"\n\n"
         else:
             count = len(self.tokens)
-            yield frame(count + 1, [{"index": 0, "delta": {}, "finish_reason": "stop"}], count)
-            yield frame(count + 2, [], count)
+            yield frame([{"index": 0, "delta": {}, "finish_reason": "stop"}], count)
+            yield frame([], count)
         yield b"data: [DONE]\n\n"
 
 
 class ScriptedGateway:
-    """One replica on a port of its own. Only `keys` are accepted; without any, every caller."""
+    """A gateway on a port of its own. Only `keys` are accepted; without any, every caller."""
 
-    def __init__(
-        self,
-        script: Script,
-        redis_url: str,
-        port: int,
-        *,
-        keys: dict[str, ApiKey] | None = None,
-        allowed_origins: tuple[str, ...] = (),
-    ) -> None:
+    def __init__(self, script: Script, redis_url: str, port: int, *, keys: dict[str, ApiKey] | None = None) -> None:
         self.script = script
         self.url = f"http://127.0.0.1:{port}"
         self._keys = keys
-        self._settings = GatewaySettings(redis_url=redis_url, port=port, allowed_origins=allowed_origins)
+        self._settings = GatewaySettings(redis_url=redis_url, port=port)
         config = uvicorn.Config(self._app(), port=port, log_level="warning", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
@@ -164,8 +130,6 @@ class ScriptedGateway:
                     ResponseStore(redis, envelopes, Claims(redis, "responses"), settings.store_life),
                     TokenizerClient(redis),
                     Webhooks(redis, None, metrics),
-                    None,
-                    BatchStore(redis),
                 )
                 yield
                 await hub.aclose()
@@ -176,14 +140,10 @@ class ScriptedGateway:
             *overview.routes,
             Route("/v1/models", self._models),
             Route("/v1/chat/completions", self._create, methods=["POST"]),
-            Route("/v1/chat/completions/{id}", self._read),
         ]
-        cors = Middleware(
-            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"]
-        )
-        app = Starlette(routes=routes, lifespan=lifespan, middleware=[cors], exception_handlers={ApiError: _told})
+        app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={ApiError: _told})
         authenticated = _Authentication(app, self._keys, self.script)
-        return LocalGuard(authenticated, settings.allowed_origins) if self._keys is None else authenticated
+        return LocalGuard(authenticated, ()) if self._keys is None else authenticated
 
     async def _models(self, _request: Request) -> Response:
         models = [{"id": name, "object": "model", "created": 1, "owned_by": "headrace"} for name in self.script.models]
@@ -199,25 +159,12 @@ class ScriptedGateway:
             model=MODEL,
             key=key.name,
             tenant=key.tenant,
-            form=ChatForm(),
+            options=ChatOptions(),
             expires=600,
         )
         await gateway_of(request).envelopes.put(envelope)
-        return self._stream(request, -1)
-
-    async def _read(self, request: Request) -> Response:
-        if request.path_params["id"] != ID:
-            raise ApiError(404, "invalid_request_error", "not_found", "no such completion")
-        if request.query_params.get("stream") != "true":
-            return JsonResponse(self.script.answer())
-        cursor = request.query_params.get("starting_after")
-        return self._stream(request, -1 if cursor is None else int(cursor.removeprefix("1-").removesuffix(".0")))
-
-    def _stream(self, request: Request, after: int) -> Response:
-        has_ids = request.headers.get("x-headrace-resume") == "1"
-        frames = self.script.frames(after, has_ids=has_ids, is_rejoined=after >= 0)
         headers = {"x-headrace-id": ID, "x-headrace-queued-ms": "1234"}
-        return StreamingResponse(frames, media_type="text/event-stream", headers=headers)
+        return StreamingResponse(self.script.frames(), media_type="text/event-stream", headers=headers)
 
 
 class _Authentication:

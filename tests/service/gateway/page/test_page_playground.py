@@ -7,9 +7,9 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from headrace_broker import Client
-from headrace_broker.embedded import EmbeddedServer
-from headrace_gateway.keys import ApiKey
-from service.gateway.page.conftest import PATIENCE, MakeReplicas, Watched
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_gateway.keys.api_key import ApiKey
+from service.gateway.page.conftest import PATIENCE, MakeGateway, Watched
 from service.gateway.page.scripted import ID, MODEL, Script, ScriptedGateway
 
 expect.set_options(timeout=PATIENCE)
@@ -116,9 +116,9 @@ def test_hostile_output_and_model_names_are_shown_as_text(
 
 
 def test_a_key_is_requested_kept_for_the_tab_and_never_in_a_url(
-    watched: Watched, replicas: MakeReplicas, script: Script
+    watched: Watched, make_gateway: MakeGateway, script: Script
 ) -> None:
-    [gateway] = replicas(1, keys={"sk-secret": ApiKey("team")})
+    gateway = make_gateway(keys={"sk-secret": ApiKey("team")})
     page = watched.page
     page.goto(gateway.url)
     expect(page.locator("#key-note")).to_have_text("The gateway asks for an API key.")
@@ -156,7 +156,6 @@ def test_the_page_can_be_used_by_keyboard_alone(page: Page, scripted: ScriptedGa
     expect(page.locator("#play-state")).to_have_text("finished")
     page.locator("#tab-playground").focus()
     for key, view in (
-        ("ArrowRight", "rejoin"),
         ("ArrowRight", "queue"),
         ("ArrowRight", "playground"),
         ("End", "queue"),
@@ -167,7 +166,7 @@ def test_the_page_can_be_used_by_keyboard_alone(page: Page, scripted: ScriptedGa
         assert page.locator("[role=tabpanel]:visible").count() == 1
 
 
-@pytest.mark.parametrize("view", ["playground", "rejoin", "queue"])
+@pytest.mark.parametrize("view", ["playground", "queue"])
 def test_nothing_is_cut_off_in_a_window_of_380_pixels(browser: Browser, scripted: ScriptedGateway, view: str) -> None:
     with browser.new_context(viewport={"width": 380, "height": 800}) as context:
         page = context.new_page()
@@ -188,7 +187,7 @@ def test_every_file_of_the_page_comes_with_the_policy(page: Page, scripted: Scri
     page.goto(scripted.url)
     expect(page.locator("#key-note")).not_to_be_empty()
     of_page = [found for url, found in headers if url == f"{scripted.url}/" or "/page/" in url]
-    assert len(of_page) >= 8
+    assert len(of_page) >= 7
     for found in of_page:
         assert "default-src 'none'; script-src 'self'; style-src 'self'" in found["content-security-policy"]
         assert found["x-content-type-options"] == "nosniff"

@@ -7,12 +7,12 @@ import redis
 from playwright.sync_api import Page, Route, expect
 
 from headrace_broker import Client
-from headrace_broker.embedded import EmbeddedServer
 from headrace_broker.keys import queue_lists, queue_name
-from headrace_broker.leases import Leases
-from headrace_broker.reasons import DeadLetterReason
-from headrace_gateway.keys import ApiKey
-from service.gateway.page.conftest import PATIENCE, MakeReplicas, Watched
+from headrace_broker.queue.leases import Leases
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_gateway.keys.api_key import ApiKey
+from headrace_wire.codes import DeadLetterReason
+from service.gateway.page.conftest import PATIENCE, MakeGateway, Watched
 from service.gateway.page.scripted import MODEL, Script, ScriptedGateway
 
 expect.set_options(timeout=PATIENCE)
@@ -108,10 +108,10 @@ def test_the_page_polls_again_only_after_a_slow_response(page: Page, scripted: S
 
 
 def test_an_administrator_requeues_and_purges_dead_letters_after_confirming(
-    page: Page, replicas: MakeReplicas, client: Client, leases: Leases
+    page: Page, make_gateway: MakeGateway, client: Client, leases: Leases
 ) -> None:
     dead_letter(client, leases, "a", "b", "c", "d", detail="<img src=x onerror=alert(1)>")
-    [gateway] = replicas(1, keys=KEYS)
+    gateway = make_gateway(keys=KEYS)
     open_queue(page, gateway, "sk-admin")
     rows = page.locator("#dead-table tbody tr")
     expect(rows).to_have_count(4)
@@ -136,10 +136,10 @@ def test_an_administrator_requeues_and_purges_dead_letters_after_confirming(
 
 
 def test_other_keys_see_no_tenants_workers_or_dead_letters(
-    watched: Watched, replicas: MakeReplicas, client: Client, leases: Leases, script: Script
+    watched: Watched, make_gateway: MakeGateway, client: Client, leases: Leases, script: Script
 ) -> None:
     dead_letter(client, leases, "a")
-    [gateway] = replicas(1, keys=KEYS)
+    gateway = make_gateway(keys=KEYS)
     open_queue(watched.page, gateway, "sk-team")
     expect(watched.page.locator("#queue-table")).to_contain_text(MODEL)
     expect(watched.page.locator("#queue-table")).not_to_contain_text("worker@host")

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import redis
 
-from headrace_broker.connections import connect_async
-from headrace_broker.embedded import EmbeddedServer
-from headrace_gateway.event_stream import end_tasks
+from headrace_broker.server.connections import connect_async
+from headrace_broker.server.embedded import EmbeddedServer
+from headrace_gateway.background_task import end_tasks
 from headrace_gateway.webhooks.endpoint_file import Endpoint
 from headrace_gateway.webhooks.network import Resolver
 from headrace_gateway.webhooks.outbox import Outbox
@@ -34,7 +34,7 @@ class Replica:
         self.endpoints = endpoints
         self.outbox = outbox
         self.metrics = GatewayMetrics()
-        self.sender = Sender(outbox, lambda: self.endpoints, post, self.metrics, draw=lambda: 0.0, poll_seconds=0.05)
+        self.sender = Sender(outbox, lambda: self.endpoints, post, self.metrics, jitter=lambda: 0.0, poll_seconds=0.05)
         self._running: asyncio.Task[None] | None = None
 
     def start(self) -> "Replica":
@@ -96,9 +96,5 @@ def let_pass(redis_client: "redis.Redis") -> Callable[[float], None]:
         for key in redis_client.scan_iter("headrace:gw:work:webhook:*", _type="zset"):
             for item, due in redis_client.zrange(key, 0, -1, withscores=True):
                 redis_client.zadd(key, {item: due - seconds * 1000}, xx=True)
-        for key in redis_client.scan_iter("headrace:gw:webhook:endpoint:*"):
-            resume = redis_client.hget(key, "resume")
-            if resume is not None:
-                redis_client.hset(key, "resume", int(float(resume)) - round(seconds * 1000))
 
     return let_pass

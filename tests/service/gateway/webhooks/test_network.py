@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headrace_gateway.webhooks.network import Resolver
+from headrace_gateway.webhooks.outbox import Attempt
 from headrace_gateway.webhooks.post import Poster
-from headrace_gateway.webhooks.retries import Attempt
 from service.certificates import Certificates, needs_openssl
 from service.gateway.webhooks.conftest import endpoint
 from service.gateway.webhooks.receiver import Receiver, endless_body, hang, status

@@ -1,4 +1,4 @@
-"""Webhooks of real `headrace gateway` processes: configuration, a killed replica, and the commands."""
+"""Webhooks of real `headrace gateway` processes: configuration, a killed replica, and a command."""
 
 import asyncio
 import re
@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import redis
 
-from headrace_broker.connections import connect_async
-from headrace_broker.embedded import EmbeddedServer
+from headrace_broker.server.connections import connect_async
+from headrace_broker.server.embedded import EmbeddedServer
 from headrace_gateway.webhooks.event import Event
 from headrace_gateway.webhooks.outbox import Outbox
-from headrace_gateway.webhooks.secret import new_secret, secret_bytes
+from headrace_gateway.webhooks.secret import new_secret
 from service.gateway.gateway_process import GatewayProcess
 from service.gateway.in_process import running_app
-from service.gateway.webhooks.conftest import endpoint
 from service.gateway.webhooks.receiver import PATIENCE, Receiver, hang, status
 
 EVENT = Event("batch.completed", "batch_1", 7, "anyone", None)
@@ -35,21 +34,21 @@ def write(path: Path, url: str, *lines: str) -> Path:
 
 
 @pytest.fixture
-async def announce(redis_server: EmbeddedServer) -> AsyncIterator[Callable[..., object]]:
+async def publish(redis_server: EmbeddedServer) -> AsyncIterator[Callable[..., object]]:
     """Do what a gateway does when a response or a batch ends."""
     async with connect_async(redis_server.url) as client:
         outbox = Outbox(client)
 
-        async def announce(event: Event, url: str) -> bool:
-            return await outbox.put(event, endpoint("a", url, secrets=(secret_bytes(SECRET),)))
+        async def publish(event: Event) -> bool:
+            return await outbox.put(event, "a")
 
-        yield announce
+        yield publish
 
 
 async def test_deliveries_of_a_killed_replica_are_sent_by_another_with_the_same_id(
     redis_server: EmbeddedServer,
     redis_client: "redis.Redis",
-    announce: Callable[..., object],
+    publish: Callable[..., object],
     let_pass: Callable[[float], None],
     tmp_path: Path,
 ) -> None:
@@ -63,7 +62,7 @@ async def test_deliveries_of_a_killed_replica_are_sent_by_another_with_the_same_
             return process
 
         first = start("first")
-        assert await announce(EVENT, receiver.url)  # type: ignore[misc]
+        assert await publish(EVENT)  # type: ignore[misc]
         await receiver.wait_for(1)
         first.kill()
         second = start("second")
@@ -86,8 +85,8 @@ async def test_a_gateway_reloads_a_changed_webhook_file(redis_server: EmbeddedSe
         file = write(tmp_path / "webhooks.toml", receiver.url, "allow_private = true")
         async with running_app(redis_server.url, webhooks=file) as (app, _):
             webhooks = app.state.gateway.webhooks
-            await webhooks.announce("batch.completed", "batch_1", key="web", tenant="acme", at=7)
-            await webhooks.announce("batch.completed", "batch_1", key="web", tenant="acme", at=8)
+            await webhooks.publish("batch.completed", "batch_1", key="web", tenant="acme", at=7)
+            await webhooks.publish("batch.completed", "batch_1", key="web", tenant="acme", at=8)
             (got,) = await receiver.wait_for(1)
             assert got.event == {
                 "id": EVENT.id,
@@ -100,8 +99,8 @@ async def test_a_gateway_reloads_a_changed_webhook_file(redis_server: EmbeddedSe
             async with asyncio.timeout(PATIENCE):
                 while webhooks._endpoints.content()["a"].tenant is None:  # it checks the file once a second
                     await asyncio.sleep(0.01)
-            await webhooks.announce("batch.failed", "batch_2", key="web", tenant="acme", at=9)
-            await webhooks.announce("batch.failed", "batch_3", key="web", tenant="rival", at=9)
+            await webhooks.publish("batch.failed", "batch_2", key="web", tenant="acme", at=9)
+            await webhooks.publish("batch.failed", "batch_3", key="web", tenant="rival", at=9)
             got = (await receiver.wait_for(2))[-1]
             assert got.event["data"] == {"id": "batch_3"}
 
@@ -118,7 +117,7 @@ async def test_a_stopping_gateway_lets_an_open_attempt_end(
     async with Receiver(slow) as receiver:
         file = write(tmp_path / "webhooks.toml", receiver.url, "allow_private = true")
         async with running_app(redis_server.url, webhooks=file) as (app, _):
-            await app.state.gateway.webhooks.announce("batch.failed", "batch_1", key="web", tenant=None, at=7)
+            await app.state.gateway.webhooks.publish("batch.failed", "batch_1", key="web", tenant=None, at=7)
             await receiver.wait_for(1)
             asyncio.get_running_loop().call_later(0.5, answered.set)  # the gateway is stopping by then
     assert redis_client.exists("headrace:gw:work:webhook:a") == 0
@@ -129,15 +128,15 @@ async def test_a_gateway_without_a_webhook_file_announces_nothing(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
     async with running_app(redis_server.url) as (app, _):
-        await app.state.gateway.webhooks.announce("batch.failed", "batch_1", key="web", tenant=None, at=7)
+        await app.state.gateway.webhooks.publish("batch.failed", "batch_1", key="web", tenant=None, at=7)
         with pytest.raises(AssertionError, match=r"batch\.done"):
-            await app.state.gateway.webhooks.announce("batch.done", "batch_1", key="web", tenant=None, at=7)
+            await app.state.gateway.webhooks.publish("batch.done", "batch_1", key="web", tenant=None, at=7)
     assert list(redis_client.scan_iter("headrace:gw:w*")) == []
 
 
 def headrace(*arguments: str, **environ: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-c", "from headrace_workers.cli import main; main()", *arguments],
+        [sys.executable, "-c", "from headrace_cli.main import main; main()", *arguments],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -156,14 +155,6 @@ def test_a_gateway_with_a_faulty_webhook_file_does_not_start(tmp_path: Path) -> 
     assert "any user may read or write it (mode 0644)" in headrace("gateway", "--webhooks", str(file)).stderr
 
 
-def test_the_commands_make_a_secret_and_enable_an_endpoint(
-    redis_server: EmbeddedServer, redis_client: "redis.Redis"
-) -> None:
+def test_a_command_makes_a_secret() -> None:
     made = headrace("webhook-secret")
     assert re.fullmatch(r"whsec_[A-Za-z0-9+/]{43}=\n", made.stdout)
-    redis_client.hset("headrace:gw:webhook:endpoint:a", "disabled", "digest")
-    enabled = headrace("webhook-enable", "a", "--redis-url", redis_server.url)
-    assert (enabled.returncode, enabled.stdout) == (0, "a is enabled\n")
-    again = headrace("webhook-enable", "a", "--redis-url", redis_server.url)
-    assert again.returncode == 1
-    assert "no endpoint 'a' is disabled" in again.stderr

@@ -11,11 +11,11 @@ from concurrent.futures import Future
 from dataclasses import asdict
 from typing import Any
 
-from headrace_engine.capabilities import EngineCapabilities
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.core.stop_check import check_stop
 from headrace_engine.errors import ConfigError, InvalidRequestError
-from headrace_engine.request import EngineCoreRequest, FinishReason, Request
+from headrace_engine.options.capabilities import EngineCapabilities
+from headrace_engine.requests.request import EngineCoreRequest, FinishReason, Request
 from headrace_engine.runner.contracts import ModelInfo, TokenLogprobs
 from unit.engine.fake_runner import EOS, VOCAB_SIZE
 from unit.engine.letters import load_tokenizer

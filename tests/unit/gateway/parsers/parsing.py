@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from headrace_gateway.call import ToolForm
 from headrace_gateway.parsers.events import CallArguments, CallBegins, Content, ParserEvent, Reasoning
 from headrace_gateway.parsers.registry import make_parser
+from headrace_gateway.requests.call import Function
 
 TOOLS = (
-    ToolForm(
+    Function(
         name="f", parameters={"type": "object", "properties": {"a": {"type": "string"}, "n": {"type": "integer"}}}
     ),
-    ToolForm(name="g"),
+    Function(name="g"),
 )
 
 
@@ -29,7 +29,7 @@ def events_of(
     reasoning_parser: str | None = None,
     prompt_tail: str | None = None,
     *,
-    tools: Sequence[ToolForm] = TOOLS,
+    tools: Sequence[Function] = TOOLS,
     parallel: bool = True,
 ) -> list[ParserEvent]:
     parser = make_parser(tool_parser, reasoning_parser, tools=tools, prompt_tail=prompt_tail, parallel=parallel)
@@ -59,7 +59,7 @@ def parse(
     reasoning_parser: str | None = None,
     prompt_tail: str | None = None,
     *,
-    tools: Sequence[ToolForm] = TOOLS,
+    tools: Sequence[Function] = TOOLS,
     parallel: bool = True,
 ) -> Parsed:
     arguments = (reasoning_parser, prompt_tail)

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from headrace_gateway.parsers.registry import TOOL_PARSERS
 from unit.gateway.parsers.parsing import events_of, folded
 
+pytestmark = pytest.mark.rotated("gateway/headrace_gateway/parsers")
+
 PAIRS = [
     *((tool, reasoning) for tool in sorted(TOOL_PARSERS - {"openai"}) for reasoning in (None, "think", "mistral")),
     (None, "think"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from headrace_gateway.webhooks.addresses import refusal_of
+from headrace_gateway.webhooks.network import refusal_of
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from headrace_gateway import app, event_stream
-from headrace_gateway.webhooks.endpoint_file import Endpoint
-from headrace_gateway.webhooks.outbox import Level
+from headrace_gateway import background_task
 from headrace_gateway.webhooks.sender import Sender
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 
@@ -20,12 +18,12 @@ class LosingOutbox:
     def __init__(self) -> None:
         self.asked = asyncio.Event()
 
-    async def levels(self, endpoints: Sequence[Endpoint]) -> list[Level]:
+    async def waiting(self, names: Iterable[str]) -> dict[str, tuple[int, float]]:
         assert not self.asked.is_set(), "it looks again after it was cancelled"
         self.asked.set()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
-        return []
+        return {}
 
 
 async def never_called(*_: Any) -> Any:
@@ -43,7 +41,7 @@ async def test_a_sender_ends_even_if_its_cancellation_was_lost() -> None:
 
 
 async def test_a_server_cancels_its_background_tasks_until_they_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "_CANCEL_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(background_task, "_CANCEL_AGAIN_SECONDS", 0.01)
     lost = 0
 
     async def task() -> None:
@@ -54,6 +52,6 @@ async def test_a_server_cancels_its_background_tasks_until_they_end(monkeypatch:
             except asyncio.CancelledError:
                 lost += 1
 
-    async with app._running(task()):
+    async with background_task.running(task()):
         await asyncio.sleep(0)
     assert lost == 2

@@ -109,12 +109,12 @@ def test_an_endpoint_gets_only_its_subscribed_events(read: Read) -> None:
             (entry(secret=s), "secret must be whsec_ and the base64 of 24")
             for s in ('"hidden"', "[]", '["whsec_hidden"]')
         ),
-        (entry(secret=f'["{SECRET}", "{OTHER}", "{SECRET}"]'), "an array of at most 2 such"),
+        (entry(secret=f'["{SECRET}", "{OTHER}", "{SECRET}"]'), "a list of at most 2 such"),
         (entry("a", URL, 'tenant = "no such\\nname"'), "tenant must be"),
-        (entry("a", URL, "keys = []"), "keys must be an array of the names of API keys"),
-        (entry("a", URL, 'keys = ["a b"]'), "keys must be an array of the names of API keys"),
-        (entry("a", URL, "types = []"), "types must be an array of response.completed, "),
-        (entry("a", URL, 'types = ["response.done"]'), "types must be an array of response.completed, "),
+        (entry("a", URL, "keys = []"), "keys must be a list of the names of API keys"),
+        (entry("a", URL, 'keys = ["a b"]'), "keys must be a list of the names of API keys"),
+        (entry("a", URL, "types = []"), "types must be a list of response.completed, "),
+        (entry("a", URL, 'types = ["response.done"]'), "types must be a list of response.completed, "),
     ],
 )
 def test_an_invalid_file_is_reported_with_line_and_problem(read: Read, text: str, sentence: str) -> None:

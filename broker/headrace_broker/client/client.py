@@ -1,0 +1,409 @@
+"""The client for producers and subscribers. `async_client.py` has the client for asyncio."""
+
+import math
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Final, Self, Unpack
+
+import redis
+from kombu import Queue
+from kombu.exceptions import BatchPublishError, OperationalError
+
+from headrace_broker.app import make_app
+from headrace_broker.call_rules import (
+    BEGINNING,
+    check_all,
+    check_last_ids,
+    check_limit,
+    check_request_id,
+    check_timeout,
+)
+from headrace_broker.client.idempotency import IdempotencyKeys
+from headrace_broker.client.submission import (
+    STREAM_STATUS,
+    RequestStatus,
+    Submission,
+    SubmitOptions,
+    SubmitRequest,
+    cancel_call,
+    chunk_of,
+    prepare,
+    prepare_all,
+    read_result,
+    read_status,
+    require_model,
+    was_cancelled,
+)
+from headrace_broker.client.tracing import ClientTracing
+from headrace_broker.errors import (
+    HeadraceBrokerError,
+    QueueFullError,
+    QueueUnavailableError,
+    ResultTimeoutError,
+    SettingsError,
+    StreamExpiredError,
+    TenantQueueFullError,
+    UnknownModelError,
+)
+from headrace_broker.keys import ended_key, queue_name, result_key, stream_key
+from headrace_broker.messages import TASK_NAME
+from headrace_broker.models.registry import RegisteredModel, known_models
+from headrace_broker.queue.dead_letters import DeadLetter, dead_letters, purge, requeue
+from headrace_broker.queue.levels import (
+    QueueLevelReader,
+    QueueLevels,
+    read_backlog,
+    read_tenant_level,
+    read_tenants,
+    retry_after,
+)
+from headrace_broker.queue.purge import PurgedMessages, purge_queue
+from headrace_broker.queue.request_search import is_known
+from headrace_broker.results import GenerateResult
+from headrace_broker.server.connections import BLOCK_SECONDS, CONNECTION_ERRORS, connect
+from headrace_broker.settings import BrokerSettings
+from headrace_broker.streams.events import ChunkEvent, StreamEvent
+from headrace_broker.streams.listeners import (
+    get_abandon_after,
+    heartbeat_interval,
+    read_abandon_after,
+    send_heartbeat,
+    start_heartbeats,
+)
+from headrace_broker.streams.subscriber import read_stream, read_streams
+from headrace_broker.streams.writer import END_STREAM
+from headrace_wire.values import shown
+
+READ_RETRIES: Final = 3
+_BATCH: Final = 200
+
+
+class Client:
+    """Submits requests, follows their token streams and fetches their results. Threads may share it.
+
+    `broker` is a Redis URL or settings. Without it, they come from the environment, such as `HEADRACE_REDIS_URL`.
+    `model` is the served name that requests use unless they name another. With `check_model`, a model that no worker
+    ever served is refused, unless no model was ever served at all. `tracer_provider` is OpenTelemetry's; the default is
+    the global one. Every method raises QueueUnavailableError if Redis cannot be reached.
+    """
+
+    def __init__(
+        self,
+        broker: str | BrokerSettings | None = None,
+        *,
+        model: str | None = None,
+        check_model: bool = True,
+        tracer_provider: Any = None,
+    ) -> None:
+        self.tracing: Final = ClientTracing(tracer_provider)
+        self.settings: Final = as_settings(broker)
+        self._model: Final = None if model is None else require_model(model)
+        self._check_model: Final = check_model
+        self._served: Final[set[str]] = set()
+        self._app: Final = make_app(self.settings)
+        self._redis: Final = connect(self.settings.redis_url, retries=READ_RETRIES)
+        self._levels: Final = QueueLevelReader(self._redis)
+        self._levels_lock: Final = threading.Lock()
+        self._idempotency: Final = IdempotencyKeys(self._redis)
+        self._end: Final = self._redis.register_script(END_STREAM.text)
+        self._status: Final = STREAM_STATUS.bound(self._redis)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._app.close()
+        self._redis.close()
+
+    def submit(
+        self,
+        prompt: str | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        **options: Unpack[SubmitOptions],
+    ) -> str:
+        """Put one request into its model's queue and return its id.
+
+        If a request of the same `idempotency_key`, model and tenant was sent within the last day, nothing is sent and
+        the id of that request is returned, whether or not it succeeded. A `request_id` that was used is refused.
+
+        Exactly one of `prompt`, `messages` and `prompt_token_ids` must be given. Raises InvalidRequestError with every
+        problem, UnknownModelError for a model that was never served, QueueFullError if the queue is at the limit of the
+        settings, and its subclass TenantQueueFullError if the tenant is at its limit.
+
+        With `abandon_after`, the request is cancelled if no process reads its stream or waits for its result for that
+        many seconds. That includes the time in the queue: a worker checks it when it takes the request.
+        """
+        request: SubmitRequest = {"prompt": prompt, "sampling_params": sampling_params, **options}
+        submission = prepare(request, default_model=self._model)
+        with unavailable(self.settings, "submit a request"):
+            [request_id] = self._submit([submission])
+        return request_id
+
+    def submit_many(self, requests: Iterable[SubmitRequest]) -> list[str]:
+        """Put many requests into their queues, several times faster than one by one, and return their ids.
+
+        All are checked before the first is sent. If Redis fails midway, some may have been queued.
+        """
+        submissions = prepare_all(requests, default_model=self._model)
+        with unavailable(self.settings, "submit requests"):
+            return self._submit(submissions, batch_size=_BATCH)
+
+    def stream(
+        self, request_id: str, *, last_id: str | None = BEGINNING, timeout: float | None = None
+    ) -> Iterator[ChunkEvent]:
+        """Yield the chunks after the entry `last_id`, each once and in order, until the request has ended.
+
+        To resume later, keep the `entry_id` of the last chunk. If the stream does not exist yet, this waits for it.
+        Raises RequestFailedError at the end of a request that did not succeed, ResultTimeoutError if no entry arrives
+        for `timeout` seconds, StreamExpiredError if the stream has expired.
+        """
+        for event in self.events(request_id, last_id=last_id, timeout=timeout):
+            if (chunk := chunk_of(request_id, event)) is not None:
+                yield chunk
+
+    def events(
+        self, request_id: str, *, last_id: str | None = BEGINNING, timeout: float | None = None
+    ) -> Iterator[StreamEvent]:
+        """Yield every event, as `stream` yields chunks: starts, chunks, and the end with its usage or error."""
+        with unavailable(self.settings, "read a stream"):
+            span = self.tracing.receiving(check_request_id(request_id))
+            try:
+                for event in read_stream(self._redis, request_id, last_id=last_id, timeout=timeout):
+                    span.record(event)
+                    yield event
+            finally:
+                span.close()
+
+    def events_many(
+        self, request_ids: Iterable[str] | Mapping[str, str | None], *, timeout: float | None = None
+    ) -> Iterator[tuple[str, StreamEvent | StreamExpiredError]]:
+        """Yield (request id, event) of many streams as they arrive, over one connection, until all have ended.
+
+        A map gives the entry after which each stream is read. Much cheaper than one reader per stream. A failed request
+        does not end the others: the last item of a stream is its EndEvent, which has the request's error, or a
+        StreamExpiredError, yielded and not raised, if the stream has expired. Raises ResultTimeoutError if one of the
+        streams gets no entry for `timeout` seconds.
+        """
+        with unavailable(self.settings, "read streams"):
+            yield from read_streams(self._redis, check_last_ids(request_ids), timeout=timeout)
+
+    def result(self, request_id: str, timeout: float | None = None) -> GenerateResult:
+        """Wait for the complete result. Raises RequestFailedError or ResultTimeoutError."""
+        key = result_key(check_request_id(request_id))
+        check_timeout(timeout)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        abandon_after: float | None = None
+        with unavailable(self.settings, "wait for a result"), self._redis.pubsub() as pubsub:  # type: ignore[no-untyped-call]
+            pubsub.subscribe(key)
+            while True:
+                # The first message confirms the subscription. The read after it cannot miss a result.
+                with self._redis.pipeline(transaction=False) as pipe:
+                    pipe.get(key)
+                    get_abandon_after(pipe, request_id)
+                    meta, listener = pipe.execute()
+                    if isinstance(meta, bytes) and (result := read_result(request_id, meta)) is not None:
+                        return result
+                    # a worker that requeues the request deletes the key, and the next worker sets it again
+                    abandon_after = read_abandon_after(listener) or abandon_after
+                    if abandon_after is not None:
+                        send_heartbeat(pipe, request_id)
+                        pipe.execute()
+                left = wait_seconds(deadline, abandon_after)
+                if left <= 0:
+                    raise ResultTimeoutError(request_id, timeout or 0, "result")
+                pubsub.get_message(timeout=left)
+
+    def cancel(self, request_id: str) -> bool:
+        """Cancel the request. One that waits in the queue does not run; a running one stops at its next chunk.
+
+        Returns False if it had already ended in another way. An unknown id (see `is_known`) is cancelled in advance:
+        a request that is submitted with it within a day does not run.
+        """
+        check_request_id(request_id)
+        with unavailable(self.settings, "cancel a request"):
+            return was_cancelled(self._end(**cancel_call(request_id, self.settings.result_ttl_seconds)))
+
+    def is_known(self, request_id: str) -> bool | None:
+        """Return whether the request has a stream, a result or a queued message; None if this user may not read them.
+
+        It searches the messages of all models that were ever served, so do not call it for every request.
+        """
+        check_request_id(request_id)
+        with unavailable(self.settings, "look for a request"):
+            try:
+                models = [*known_models(self._redis), *([self._model] if self._model else [])]
+                return is_known(self._redis, request_id, map(queue_name, dict.fromkeys(models)))
+            except redis.exceptions.NoPermissionError:
+                return None
+
+    def status(self, request_id: str) -> RequestStatus:
+        """Return the state of the request and its number of tokens so far."""
+        check_request_id(request_id)
+        with unavailable(self.settings, "read the status of a request"):
+            return read_status(self._status(stream=stream_key(request_id)))
+
+    def models(self) -> dict[str, RegisteredModel]:
+        """Return every model that was ever served, by served name."""
+        with unavailable(self.settings, "read the models"):
+            return known_models(self._redis)
+
+    def queue_levels(self, models: Iterable[str]) -> dict[str, QueueLevels]:
+        """Return how many messages of each model's queue are ready, leased and dead; see `QueueLevelReader`."""
+        names = [require_model(model) for model in models]
+        with unavailable(self.settings, "read the queue levels"), self._levels_lock:
+            levels = self._levels.read(map(queue_name, names))
+            return {name: levels[queue_name(name)] for name in names}
+
+    def queue_tenants(self, models: Iterable[str]) -> dict[str, dict[str, int]]:
+        """Count the waiting messages that workers have sorted, by model and tenant; '' stands for no tenant."""
+        names = [require_model(model) for model in models]
+        with unavailable(self.settings, "read the queue levels"):
+            return {name: read_tenants(self._redis, queue_name(name)) for name in names}
+
+    def dead_letters(self, limit: int = 1000) -> list[DeadLetter]:
+        """Return up to `limit` dead letters, which no worker gets again, the newest first."""
+        check_limit(limit)
+        with unavailable(self.settings, "read the dead letters"):
+            return dead_letters(self._redis, limit)
+
+    def requeue_dead_letters(self, letters: Iterable[DeadLetter]) -> list[DeadLetter]:
+        """Send these messages again under their old ids, delete their streams and results, and return those sent.
+
+        The others are no longer dead letters, or stay dead letters because a copy of them waits or is leased.
+        """
+        with unavailable(self.settings, "requeue dead letters"):
+            return requeue(self._redis, check_all("letters", letters, DeadLetter))
+
+    def purge_dead_letters(self, letters: Iterable[DeadLetter]) -> int:
+        """Delete these dead letters for good and return how many still existed."""
+        with unavailable(self.settings, "purge dead letters"):
+            return purge(self._redis, check_all("letters", letters, DeadLetter))
+
+    def purge_queue(self, model: str | None = None) -> PurgedMessages:
+        """Cancel every request that waits in the model's queue and return how many. Running requests continue.
+
+        Their streams and results end as those of other cancelled requests do.
+        """
+        model = require_model(self._model if model is None else model)
+        with unavailable(self.settings, "purge a queue"):
+            return purge_queue(self._redis, queue_name(model), ttl_seconds=self.settings.result_ttl_seconds)
+
+    def _submit(self, submissions: Sequence[Submission], *, batch_size: int = 0) -> list[str]:
+        self._require_served(submissions)
+        request_ids, to_send = self._idempotency.bind(submissions, self._used_ids(submissions))
+        self._require_room(to_send)
+        self._start_heartbeats(to_send)
+        with (
+            self._app.producer_pool.acquire(block=True) as producer,
+            producer.batch(max_size=batch_size) if batch_size else nullcontext(),
+        ):
+            for submission in to_send:
+                self._publish(producer, submission)
+        self._idempotency.mark_sent(to_send)
+        return request_ids
+
+    def _require_served(self, submissions: Iterable[Submission]) -> None:
+        asked = {submission.model for submission in submissions}
+        if not self._check_model or asked <= self._served:
+            return
+        known = known_models(self._redis).keys()
+        if known and (unknown := sorted(asked - known)):
+            raise UnknownModelError(unknown[0], known)
+        self._served.update(known)
+
+    def _used_ids(self, submissions: Iterable[Submission]) -> set[str]:
+        """Return the caller-chosen ids that already have a stream, an end mark or a result that this client may read.
+
+        A request that still waits has none of them. The queue makes a second message with its id a dead letter.
+        """
+        given = [submission.request_id for submission in submissions if submission.has_given_id]
+        if not given:
+            return set()
+        with self._redis.pipeline(transaction=False) as pipe:
+            for request_id in given:
+                pipe.exists(stream_key(request_id), ended_key(request_id), result_key(request_id))
+            found = pipe.execute(raise_on_error=False)
+        return {request_id for request_id, count in zip(given, found, strict=True) if isinstance(count, int) and count}
+
+    def _require_room(self, submissions: Sequence[Submission]) -> None:
+        """Raise QueueFullError if they do not fit. Clients that submit at the same time can together exceed a limit."""
+        limit, quota = self.settings.max_queued_requests, self.settings.max_queued_requests_per_tenant
+        if limit:
+            for model, count in Counter(submission.model for submission in submissions).items():
+                backlog = read_backlog(self._redis, queue_name(model))
+                if (excess := backlog.num_queued + count - limit) > 0:
+                    raise QueueFullError(model, backlog.num_queued, limit, retry_after(backlog, excess))
+        if quota:
+            tenants = Counter((submission.model, submission.headers.get("tenant", "")) for submission in submissions)
+            for (model, tenant), count in tenants.items():
+                level = read_tenant_level(self._redis, queue_name(model), tenant, of_interest=quota - count + 1)
+                if (excess := level.num_queued + count - quota) > 0:
+                    raise TenantQueueFullError(model, tenant, level.num_queued, quota, retry_after(level, excess))
+
+    def _start_heartbeats(self, submissions: Iterable[Submission]) -> None:
+        wanted = [submission for submission in submissions if "abandon_after" in submission.headers]
+        if wanted:
+            with self._redis.pipeline(transaction=False) as pipe:
+                for submission in wanted:
+                    start_heartbeats(pipe, submission.request_id, submission.headers["abandon_after"])
+                    send_heartbeat(pipe, submission.request_id)  # for a request that is sent again
+                pipe.execute()
+
+    def _publish(self, producer: Any, submission: Submission) -> None:
+        # Celery's own send_task would also subscribe this process to every result, until the process ends.
+        amqp = self._app.amqp
+        message = amqp.create_task_message(
+            submission.request_id,
+            TASK_NAME,
+            args=(),
+            kwargs=submission.request.to_kwargs(),
+            expires=submission.expires,
+            argsrepr="",  # the readable copies would put prompts into logs, events and monitors
+            kwargsrepr="",
+        )
+        with self.tracing.sending(submission) as context:
+            amqp.send_task_message(
+                producer,
+                TASK_NAME,
+                message,
+                queue=Queue(queue_name(submission.model)),
+                declare=[],  # a Redis list needs no declaration
+                priority=submission.priority,
+                headers={**submission.headers, **context},
+            )
+
+
+def wait_seconds(deadline: float | None, abandon_after: float | None) -> float:
+    """Return the seconds that one wait for a result may take; 0 or less after the deadline (monotonic time)."""
+    left = math.inf if deadline is None else deadline - time.monotonic()
+    return min(BLOCK_SECONDS, left, math.inf if abandon_after is None else heartbeat_interval(abandon_after))
+
+
+def as_settings(broker: str | BrokerSettings | None) -> BrokerSettings:
+    """Return a client's `broker` argument as settings. Raises SettingsError."""
+    if broker is None:
+        return BrokerSettings.from_env(os.environ)
+    if isinstance(broker, str):
+        return BrokerSettings(redis_url=broker)
+    if not isinstance(broker, BrokerSettings):
+        raise SettingsError(f"broker must be a Redis URL or BrokerSettings, got {shown(broker)}")
+    return broker
+
+
+@contextmanager
+def unavailable(settings: BrokerSettings, action: str) -> Iterator[None]:
+    """Convert the errors of redis-py, kombu and sockets to a QueueUnavailableError that names the action."""
+    try:
+        yield
+    except HeadraceBrokerError:
+        raise  # some are OSErrors too, such as ResultTimeoutError
+    except (*CONNECTION_ERRORS, redis.RedisError, OperationalError, BatchPublishError) as error:
+        raise QueueUnavailableError(settings.safe_url, action, error) from error

@@ -1,0 +1,85 @@
+"""`IdempotencyKeys`: let a client repeat a submission that may have been lost, without a second request.
+
+A key is bound to a request id before the request is sent, and marked as sent afterwards. A client that finds it bound
+but not marked sends the request again under the same id. The queue may then hold it twice; a worker generates it once.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import Final
+
+import redis
+
+from headrace_broker.client.submission import Submission
+from headrace_broker.errors import InvalidRequestError, UsedRequestIdError
+from headrace_broker.keys import IDEMPOTENCY_SECONDS, idempotency_key
+from headrace_broker.scripts import script
+
+_CLAIM: Final = script("idempotency_claim")
+
+
+class IdempotencyKeys:
+    """The keys of one Redis database, each bound to a model, a tenant and a content. Redis's errors pass through."""
+
+    def __init__(self, client: "redis.Redis") -> None:
+        self._client: Final = client
+        self._claim: Final = _CLAIM.bound(client)
+
+    def bind(
+        self, submissions: Iterable[Submission], used_ids: Collection[str] = ()
+    ) -> tuple[list[str], list[Submission]]:
+        """Return the request id of each submission, and the submissions that must be sent.
+
+        `used_ids` are those of their ids that already belong to a request. Raises UsedRequestIdError for a submission
+        with such an id, unless its key is bound, and InvalidRequestError for a key that was used with another prompt or
+        other sampling parameters.
+        """
+        request_ids: list[str] = []
+        to_send: list[Submission] = []
+        bound: set[str] = set()
+        for submission in submissions:
+            has_key = "idempotency_key" in submission.headers
+            if submission.request_id in used_ids and not (has_key and self._client.exists(_redis_key(submission))):
+                raise UsedRequestIdError(submission.request_id)
+            if not has_key:
+                request_ids.append(submission.request_id)
+                to_send.append(submission)
+                continue
+            request_id, was_sent = self._bind(submission)
+            request_ids.append(request_id)
+            if not was_sent and request_id not in bound:
+                bound.add(request_id)
+                to_send.append(replace(submission, request_id=request_id))
+        return request_ids, to_send
+
+    def mark_sent(self, submissions: Iterable[Submission]) -> None:
+        """Mark the keys of these submissions as sent: they are in their queues."""
+        names = [_redis_key(submission) for submission in submissions if "idempotency_key" in submission.headers]
+        if names:
+            with self._client.pipeline(transaction=False) as pipe:
+                for name in names:
+                    pipe.hset(name, "sent", "1")
+                pipe.execute()
+
+    def _bind(self, submission: Submission) -> tuple[str, bool]:
+        content = json.dumps(submission.request.to_kwargs(), sort_keys=True)
+        fingerprint = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+        args = (submission.request_id, fingerprint, IDEMPOTENCY_SECONDS)
+        known = self._claim(*args, idempotency=_redis_key(submission))
+        request_id, known_fingerprint, sent = (value.decode() for value in known)
+        if known_fingerprint != fingerprint:
+            key = submission.headers["idempotency_key"]
+            # without the id of the other request, because any client that has the id can read its stream
+            raise InvalidRequestError(
+                f"idempotency_key {key!r} was used with another prompt or other sampling parameters: choose a new key"
+            )
+        return request_id, sent == "1"
+
+
+def _redis_key(submission: Submission) -> str:
+    """Return the Redis key. It has a digest, because idempotency keys and tenants are free text."""
+    parts = [submission.model, submission.headers.get("tenant"), submission.headers["idempotency_key"]]
+    tenant = submission.headers.get("tenant", "")
+    return idempotency_key(tenant, hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest())

@@ -1,0 +1,297 @@
+"""Builds a client's messages and decodes its replies. Both kinds of client share this code, which does no I/O."""
+
+import hashlib
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, Literal, TypedDict
+
+from headrace_broker.call_rules import check_all
+from headrace_broker.content import loads_stored
+from headrace_broker.errors import InvalidRequestError, MalformedEntryError, MalformedMessageError
+from headrace_broker.keys import ended_key, stream_key
+from headrace_broker.messages import GenerateRequest
+from headrace_broker.packing import pack, unpack
+from headrace_broker.results import ErrorInfo, GenerateResult, RequestFailedError
+from headrace_broker.scripts import script
+from headrace_broker.streams.events import ChunkEvent, EndEvent, StreamEvent
+from headrace_broker.streams.listeners import LONGEST_SECONDS, SHORTEST_SECONDS, is_abandon_after
+from headrace_broker.streams.writer import END_STREAM, end_data
+from headrace_wire.chat import text_of
+from headrace_wire.codes import ErrorCode
+from headrace_wire.request import REQUEST_KEYS, name_problems
+from headrace_wire.values import is_integer, is_number, plain, shown
+
+LOWEST_PRIORITY: Final = 9
+STREAM_STATUS: Final = script("stream_prelude", "stream_status")
+QUEUED_CANCEL_TTL_SECONDS: Final = 86_400
+"""How long a cancellation is kept for a request that may still wait in the queue."""
+
+_PREFIX_CHARS: Final = 256
+_PREFIX_TOKENS: Final = 64
+
+_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_EXPIRES_LIMIT: Final = timedelta(days=365)
+
+RequestState = Literal["pending", "running", "finished"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStatus:
+    """The state of a request. `pending`: no worker has begun it, or its stream has expired, or the id is unknown."""
+
+    state: RequestState
+    attempt: int = 0
+    tokens: int = 0  # generated so far, of all choices
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A checked request with the message headers and properties that the queue uses."""
+
+    request: GenerateRequest
+    model: str
+    request_id: str
+    priority: int
+    expires: datetime | None
+    headers: Mapping[str, Any] = field(repr=False)
+    has_given_id: bool = False
+    """Whether the caller chose the request id, which may have been used before."""
+
+
+class SubmitOptions(TypedDict, total=False):
+    """Options of a request besides its prompt and sampling parameters."""
+
+    messages: Sequence[Mapping[str, Any]] | None  # chat, instead of a prompt
+    tools: Sequence[Mapping[str, Any]] | None  # functions that the chat template shows to the model
+    chat_template_kwargs: Mapping[str, Any] | None  # further variables of the chat template
+    add_generation_prompt: bool | None  # the prompt ends where the assistant's turn begins; true unless given
+    continue_final_message: bool | None  # the output continues the last message
+    prompt_token_ids: Sequence[int] | None  # instead of a prompt
+    model: str | None  # served name; the client's own unless given
+    lora: str | None  # name of a LoRA adapter that the model's workers serve
+    priority: int | None  # 0 is served first, 9 last
+    expires: float | datetime | None  # the deadline: seconds from now, or a datetime with a time zone
+    tenant: str | None
+    cache_salt: str | None  # only requests of one tenant with the same salt share blocks of a prefix cache
+    prefix_key: str | None  # instead of the prompt's beginning: requests of one key share blocks of a prefix cache
+    abandon_after: float | None  # 1 to 3600 seconds without a subscriber after which the request is cancelled
+    idempotency_key: str | None  # the same key, model and tenant within a day mean the same request
+    request_id: str | int | uuid.UUID | None  # a new one unless given
+    request: GenerateRequest | None  # made by `GenerateRequest.parse`, instead of a prompt and what belongs to it
+
+
+class SubmitRequest(SubmitOptions, total=False):
+    """One request for `submit_many`."""
+
+    prompt: str | None
+    sampling_params: Mapping[str, Any] | None
+
+
+_OPTIONS: Final = SubmitRequest.__annotations__.keys()
+_CONTENT: Final = frozenset(REQUEST_KEYS) - {"model"}  # a submission's model names the queue
+
+
+def request_of(options: SubmitRequest) -> GenerateRequest:
+    """Check the options that become the task's keyword arguments. Raises InvalidRequestError with every problem."""
+    return GenerateRequest.parse({key: value for key, value in options.items() if key in _CONTENT})
+
+
+def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[[], float] = time.time) -> Submission:
+    """Check a request and all its options, besides a `request` that is checked. Raises InvalidRequestError."""
+    problems = [f"unknown option {str(name)[:40]!r}" for name in options if name not in _OPTIONS]
+    request = _request(options, problems)
+    model = options.get("model")
+    model = default_model if model is None else model
+    if model is None:
+        problems.append("model must be given, in the call or when the client is created")
+    else:
+        problems += name_problems("model", model)
+    priority = plain(options.get("priority"))
+    priority = 0 if priority is None else priority
+    if not (is_integer(priority) and 0 <= priority <= LOWEST_PRIORITY):
+        problems.append(f"priority must be an integer from 0 (first) to {LOWEST_PRIORITY}, got {shown(priority)}")
+    request_id = _request_id(options.get("request_id"))
+    if not _REQUEST_ID.fullmatch(request_id):
+        given = shown(options.get("request_id"))
+        problems.append(f"request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : -, got {given}")
+    headers: dict[str, Any] = {
+        "enqueued_at": now(),
+        "prefix": prefix_of(request, model if isinstance(model, str) else ""),
+    }
+    if (choices := request.sampling_params.get("n") or 1) > 1:
+        headers["choices"] = choices
+    for header in ("tenant", "cache_salt", "idempotency_key"):
+        if (value := options.get(header)) is not None:
+            problems += name_problems(header, value)
+            headers[header] = value
+    if (prefix_key := options.get("prefix_key")) is not None:
+        problems += name_problems("prefix_key", prefix_key)
+        headers["prefix"] = _digest([model, headers.get("tenant"), str(prefix_key)])
+    if (abandon_after := plain(options.get("abandon_after"))) is not None:
+        if not is_abandon_after(abandon_after):
+            limits = f"{SHORTEST_SECONDS} to {LONGEST_SECONDS}"
+            problems.append(f"abandon_after must be a number of seconds from {limits}, got {shown(abandon_after)}")
+        headers["abandon_after"] = abandon_after
+    deadline = _deadline(plain(options.get("expires")), headers["enqueued_at"], problems)
+    if problems or model is None:
+        raise InvalidRequestError(problems)
+    return Submission(request, model, request_id, priority, deadline, headers, options.get("request_id") is not None)
+
+
+def _request(options: SubmitRequest, problems: list[str]) -> GenerateRequest:
+    """Return the checked request of a submission; an empty one if it has problems, which are added."""
+    request: object = options.get("request")
+    if request is None:
+        try:
+            return request_of(options)
+        except InvalidRequestError as error:
+            problems += error.problems
+            return GenerateRequest()
+    beside = [name for name, value in options.items() if name in _CONTENT and value is not None]
+    if beside:
+        problems.append(f"request must be given without {', '.join(beside)}")
+    if not isinstance(request, GenerateRequest):
+        problems.append(f"request must be a GenerateRequest, got {shown(request)}")
+        return GenerateRequest()
+    return request
+
+
+def _request_id(given: object) -> str:
+    """Return the id as a string. A value that cannot be an id becomes a string that is refused later."""
+    given = plain(given)
+    if given is None:
+        return uuid.uuid4().hex
+    if isinstance(given, int) and not isinstance(given, bool):
+        return str(given) if abs(given) < 2**256 else ""  # str() fails for integers of more than 4300 digits
+    return str(given) if isinstance(given, (str, uuid.UUID)) else ""
+
+
+def require_model(model: str | None) -> str:
+    """Return the served name of a call after checking it. Raises InvalidRequestError."""
+    if model is None:
+        raise InvalidRequestError("model must be given, in the call or when the client is created")
+    if problems := name_problems("model", model):
+        raise InvalidRequestError(problems)
+    return model
+
+
+def prefix_of(request: GenerateRequest, model: str) -> str:
+    """Return a hash of the prompt's beginning: its system message, or else its first characters or tokens.
+
+    Requests with the same hash probably share blocks of a worker's prefix cache.
+    """
+    beginning: object
+    if request.messages:
+        first = request.messages[0]
+        text = text_of(first) if first["role"] == "system" else text_of(first)[:_PREFIX_CHARS]
+        beginning = [request.tools, text] if request.tools else text
+    elif request.prompt_token_ids:
+        beginning = request.prompt_token_ids[:_PREFIX_TOKENS]
+    else:
+        beginning = (request.prompt or "")[:_PREFIX_CHARS]
+    return _digest([model, request.lora, beginning])
+
+
+def _digest(parts: Sequence[Any]) -> str:
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+
+
+def prepare_all(many: Iterable[SubmitRequest], *, default_model: str | None) -> list[Submission]:
+    """Check all requests before any is sent. Raises InvalidRequestError with the problems of all of them."""
+    submissions, problems = [], []
+    for position, options in enumerate(check_all("requests", many, Mapping)):
+        try:
+            submissions.append(prepare(options, default_model=default_model))
+        except InvalidRequestError as error:
+            problems += [f"request {position}: {problem}" for problem in error.problems]
+    if problems:
+        raise InvalidRequestError(problems)
+    return submissions
+
+
+def _deadline(expires: float | datetime | None, now: float, problems: list[str]) -> datetime | None:
+    if expires is None:
+        return None
+    if isinstance(expires, datetime):
+        if expires.tzinfo is None:
+            problems.append("expires must be seconds from now or a datetime with a time zone, not a naive datetime")
+            return None
+        seconds = expires.timestamp() - now
+    elif is_number(expires):
+        seconds = float(expires)
+    else:
+        problems.append(f"expires must be seconds from now or a datetime, got {shown(expires)}")
+        return None
+    if not 0 < seconds <= _EXPIRES_LIMIT.total_seconds():
+        problems.append(f"expires must be within the next {_EXPIRES_LIMIT.days} days, got {seconds:g} s from now")
+        return None
+    return datetime.fromtimestamp(now + seconds, UTC)
+
+
+def cancel_call(request_id: str, ttl_seconds: int) -> dict[str, Any]:
+    """Return the keys and arguments of `stream_end.lua` for a cancellation by a client."""
+    end = end_data("cancelled", None, ErrorInfo(ErrorCode.CANCELLED, "the client cancelled the request"))
+    return {
+        "keys": END_STREAM.keys(stream=stream_key(request_id), ended=ended_key(request_id)),
+        "args": [pack(end), ttl_seconds, QUEUED_CANCEL_TTL_SECONDS],
+    }
+
+
+def was_cancelled(found: bytes | None) -> bool:
+    """Return from the reply of `stream_end.lua` whether the request is cancelled, by this call or an earlier one."""
+    return found is None or unpack(found).get("finish_reason") == "cancelled"
+
+
+def read_status(reply: Sequence[Any] | None) -> RequestStatus:
+    """Decode the reply of `stream_status.lua`."""
+    if reply is None:
+        return RequestStatus("pending")
+    attempt, tokens, kind, data = reply
+    if kind != b"end":
+        return RequestStatus("running", attempt, tokens)
+    return RequestStatus("finished", attempt, tokens, str(unpack(data).get("finish_reason")))
+
+
+def chunk_of(request_id: str, event: StreamEvent) -> ChunkEvent | None:
+    """Return the event if it is a chunk, else None. Raises RequestFailedError for an end with an error."""
+    if isinstance(event, EndEvent) and event.error is not None:
+        raise RequestFailedError(request_id, event.error.code, event.error.message)
+    return event if isinstance(event, ChunkEvent) else None
+
+
+def read_result(request_id: str, meta: bytes) -> GenerateResult | None:
+    """Decode a result that Celery's result backend stored as JSON or msgpack; None if the task has not ended."""
+    try:
+        stored = loads_stored(meta)
+    except MalformedMessageError as error:
+        raise MalformedEntryError(f"the result of request {request_id} cannot be read: {error}") from error
+    if not isinstance(stored, Mapping):
+        raise MalformedEntryError(f"the result of request {request_id} is not a map but {type(stored).__name__}")
+    status, value = stored.get("status"), stored.get("result")
+    if status == "SUCCESS":
+        if not isinstance(value, Mapping):
+            raise MalformedEntryError(f"the result of request {request_id} is not a map but {type(value).__name__}")
+        result = GenerateResult.from_wire(value)
+        if result.error is not None:
+            raise RequestFailedError(request_id, result.error.code, result.error.message, result=result)
+        return result
+    if status == "REVOKED":
+        reason = _celery_message(value, "the task was revoked")
+        raise RequestFailedError(request_id, "expired" if reason.endswith("expired") else "cancelled", reason)
+    if status == "FAILURE":
+        raise RequestFailedError(request_id, ErrorCode.ENGINE_ERROR, _celery_message(value, "the task failed"))
+    return None
+
+
+def _celery_message(value: Any, otherwise: str) -> str:
+    if not isinstance(value, Mapping):
+        return otherwise
+    message = value.get("exc_message")
+    text = " ".join(map(str, message)) if isinstance(message, (list, tuple)) else str(message or "")
+    return f"{value.get('exc_type', otherwise)}: {text}" if text else otherwise

@@ -1,0 +1,1 @@
+"""The models that workers registered, with their identity and the features of their templates."""

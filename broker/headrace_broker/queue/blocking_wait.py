@@ -1,0 +1,122 @@
+"""Blocking waits for many lists at once inside kombu's event loop. They take nothing from the lists.
+
+A queue is one list for each priority step. Only Redis's BLMOVE can wait for a message and leave it in its list, and it
+waits for one list. So each list has a connection of its own, and an idle worker sleeps until Redis answers one of them.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Protocol
+
+from kombu.transport.redis import MultiChannelPoller
+
+WAIT_SECONDS: Final = 2.0
+"""How long one wait lasts if no message arrives. A server that has not answered some seconds later is gone."""
+
+_OVERDUE_SECONDS: Final = WAIT_SECONDS + 5.0
+_CHECK_SECONDS: Final = 1.0
+
+
+def wait_command(list_name: str) -> tuple[Any, ...]:
+    """Return the command that waits for a message and leaves it there: it moves the last element onto itself."""
+    return ("BLMOVE", list_name, list_name, "RIGHT", "RIGHT", WAIT_SECONDS)
+
+
+class WaitingChannel(Protocol):
+    """A channel of kombu, as far as a wait uses it."""
+
+    async_pool: Any
+    connection_errors: tuple[type[Exception], ...]
+
+
+class BlockingWait:
+    """Waits for one list of a channel. kombu's poller requires the attribute `connection`."""
+
+    def __init__(self, channel: WaitingChannel, list_name: str) -> None:
+        self._channel: Final = channel
+        self._command: Final = wait_command(list_name)
+        self.connection: Final = channel.async_pool.get_connection()
+        self._started_at: float | None = None
+
+    def start(self, poller: "WaitPoller") -> None:
+        """Start to wait, unless the wait is running. Redis's errors pass through."""
+        if self._started_at is not None:
+            if time.monotonic() - self._started_at < _OVERDUE_SECONDS:
+                return
+            self.connection.disconnect()
+        key = (self._channel, self, self)
+        if self.connection._sock is None or key not in poller._chan_to_sock:
+            poller._register(*key)
+        self._started_at = None
+        self.connection.send_command(*self._command)
+        self._started_at = time.monotonic()
+
+    def read_reply(self) -> bool:
+        """Read the reply of a readable connection: whether the list has a message. Redis's errors pass through."""
+        if self._started_at is None:  # no reply is due, so the server has closed the connection
+            self.connection.disconnect()
+            return False
+        self._started_at = None
+        try:
+            return self.connection.read_response() is not None
+        except self._channel.connection_errors:
+            self.connection.disconnect()
+            raise
+
+
+class WaitPoller(MultiChannelPoller):
+    """kombu's poller. Before each poll it starts the blocking waits of leased channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._readers: Mapping[int, tuple[Any, ...]] = {}
+        self._reader: Any = None
+        self._could_consume: list[tuple[bool, int]] = []
+        self._check_at = -math.inf
+        """Monotonic time at which all connections are checked again, even if nothing has happened."""
+
+    def set_readers(self, reader: Any, readers: Mapping[int, tuple[Any, ...]]) -> None:
+        """Set the event loop's `readers`, by descriptor. The callback of this poller's descriptors is `reader`."""
+        self._reader, self._readers = reader, readers
+        self._check_at = -math.inf
+
+    def check_soon(self) -> None:
+        """Check all connections again before the next poll."""
+        self._check_at = -math.inf
+
+    @property
+    def fds(self) -> dict[int, Any]:
+        """The descriptors that the event loop does not read yet. kombu adds each before each poll, by a system call."""
+        read = {fd for fd, (reader, *_) in self._readers.items() if reader == self._reader}
+        return {fd: channel for fd, channel in super().fds.items() if fd not in read}
+
+    def prepare(self, check: Callable[[], None]) -> None:
+        """Before each poll, call kombu's `check`, which visits all connections, if it can change anything.
+
+        An engine wakes the loop up for each of its steps, which changes nothing here. A change that shows neither at a
+        connection nor in a channel's free slots is noticed within two seconds, as the loop wakes up once a second.
+        """
+        for channel in self._channels:
+            channel.schedule_remaining_preempting()
+        can_consume = [(channel.qos.can_consume(), channel.split_below()) for channel in self._channels]
+        now = time.monotonic()
+        if now < self._check_at and can_consume == self._could_consume:
+            return
+        check()
+        self._check_at, self._could_consume = now + _CHECK_SECONDS, can_consume
+
+    def on_poll_start(self) -> None:
+        super().on_poll_start()
+        for channel in self._channels:
+            if channel.leased and channel.qos.can_consume():
+                channel.start_waits(self)
+            elif channel.leased:
+                channel.start_preempting_waits(self)
+
+    def on_readable(self, fileno: int) -> Any:
+        self._check_at = -math.inf
+        channel, wait = self._fd_to_chan.get(fileno, (None, None))
+        if isinstance(wait, BlockingWait):
+            return channel.on_wait(wait)
+        return super().on_readable(fileno)

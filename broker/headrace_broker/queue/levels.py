@@ -1,0 +1,240 @@
+"""`QueueLevelReader`: counts the ready, leased and dead messages of each queue, and writes nothing.
+
+For monitors. It works without a running worker, and with a Redis user that may only read.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final, Literal
+
+import redis
+
+from headrace_broker.keys import (
+    PRIORITY_SEPARATOR,
+    delayed_key,
+    delayed_tenants_key,
+    held_key,
+    queue_key_types,
+    queue_lists,
+    sorted_ids_key,
+    tenant_ids_key,
+    waiting_key,
+)
+from headrace_broker.scripts import script
+from headrace_wire.codes import PRIORITY_STEPS
+
+_LEVELS: Final = script("key_checks", "queue_levels")
+_WRONG_KEYS: Final = script("key_checks", "wrong_keys")
+_DEAD_LEVELS: Final = script("dead_levels")
+_TENANT_LEVEL: Final = script("tenant_prelude", "tenant_level")
+_LONGEST_RETRY_SECONDS: Final = 3600.0
+_DEAD_BYTES_READ: Final = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLevels:
+    """One queue at one moment."""
+
+    ready: Mapping[int, int]
+    """By priority step: messages that a worker may take, sorted by tenant or not yet. An aged message counts at its
+    better step."""
+    leased: int
+    """Messages that a worker holds, and delayed messages: both need a worker."""
+    run_out: int
+    """Leased messages with an expired lease that no worker has returned to the queue yet."""
+    dead: Mapping[str, int]
+    """By reason: dead letters, counting the newest 16 MiB."""
+    oldest_age_seconds: float | None
+    """Greatest age of the messages at the heads of the lists; None if unknown. A message's age counts from its enqueue
+    time, or else from its first sorting, or else from the time at which this reader first saw it."""
+    delayed: int = 0
+    """Leased messages that are not due yet, or due and not returned to the queue yet."""
+    oldest_age_clock: Literal["producer", "redis"] | None = None
+    """How the age was measured: from the producer's clock to Redis's, or by Redis's alone."""
+    problem: str | None = None
+    """Why workers get no messages: a key of the queue has the wrong type, and counts as empty."""
+
+    @property
+    def num_ready(self) -> int:
+        return sum(self.ready.values())
+
+    @property
+    def num_dead(self) -> int:
+        return sum(self.dead.values())
+
+    def summary(self, tenants: Mapping[str, int]) -> dict[str, Any]:
+        """Return what operators are shown, as JSON values. `tenants`: waiting messages by tenant."""
+        return {
+            "waiting": self.num_ready,
+            "by_priority": {str(step): count for step, count in self.ready.items()},
+            "by_tenant": dict(sorted(tenants.items())),
+            "delayed": self.delayed,
+            "running": self.leased - self.delayed,
+            "dead": self.num_dead,
+            "oldest_age_seconds": self.oldest_age_seconds,
+            "problem": self.problem,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """The waiting messages of one queue, or of one tenant in it, at one moment."""
+
+    num_ready: int
+    oldest_age_seconds: float | None
+    """Time since the oldest sorted message was sorted, by Redis's clock; None if none is sorted."""
+    delayed: int = 0
+    """Messages that are not due yet."""
+
+    @property
+    def num_queued(self) -> int:
+        """Ready and delayed messages: the queue's limit and the tenant's quota apply to this number."""
+        return self.num_ready + self.delayed
+
+
+class QueueLevelReader:
+    """Reads levels repeatedly. Redis's errors pass through.
+
+    It counts the dead letters again only when they have changed.
+    """
+
+    def __init__(self, client: "redis.Redis") -> None:
+        self._client: Final = client
+        self._dead: dict[str, Counter[str]] = {}
+        self._dead_mark = b""
+        self._first_seen: dict[str, tuple[bytes, float]] = {}
+        """By list: the mark of its oldest unsorted message, and when it was first seen, by Redis's clock."""
+
+    def read(self, queues: Iterable[str]) -> dict[str, QueueLevels]:
+        """Return the levels of these queues, by name."""
+        queues = list(queues)
+        problems = self._problems(queues)
+        lists = [name for queue in queues for name in queue_lists(queue)]
+        now, mark, counts = _LEVELS.read(
+            self._client,
+            list=lists,
+            sorted_ids=[*map(sorted_ids_key, lists)],
+            held=[*map(held_key, lists)],
+            delayed=[*map(delayed_key, lists)],
+        )
+        if mark != self._dead_mark:
+            self._dead, self._dead_mark = self._count_dead(), mark
+        levels = {}
+        for position, queue in enumerate(queues):
+            of_lists = counts[position * len(PRIORITY_STEPS) : (position + 1) * len(PRIORITY_STEPS)]
+            arrived, is_sorted, held, delayed, run_out, *enqueue_times, marks, since = zip(*of_lists, strict=True)
+            seen = [self._seen(name, mark, float(now)) for name, mark in zip(queue_lists(queue), marks, strict=True)]
+            seen += [int(microseconds) / 1e6 if microseconds else None for microseconds in since]
+            age, clock = _oldest_age(float(now), chain.from_iterable(enqueue_times), seen)
+            levels[queue] = QueueLevels(
+                ready=dict(zip(PRIORITY_STEPS, map(sum, zip(arrived, is_sorted, strict=True)), strict=True)),
+                leased=sum(held) + sum(delayed),
+                run_out=sum(run_out),
+                dead=self._dead.get(queue, Counter()),
+                oldest_age_seconds=age,
+                oldest_age_clock=clock,
+                delayed=sum(delayed),
+                problem=problems.get(queue),
+            )
+        return levels
+
+    def _seen(self, list_name: str, mark: bytes, now: float) -> float | None:
+        """Return when the message with this mark was first seen at the head of the list; None if that is now."""
+        if mark and self._first_seen.get(list_name, (b"", now))[0] == mark:
+            return self._first_seen[list_name][1]
+        self._first_seen[list_name] = (mark, now)
+        return None
+
+    def _problems(self, queues: Sequence[str]) -> dict[str, str]:
+        """Return the problem of each queue that has a key of the wrong type."""
+        checked = [(queue, key, kind) for queue in queues for key, kind in queue_key_types(queue).items()]
+        kinds = [kind for _, _, kind in checked]
+        wrong = _WRONG_KEYS.read(self._client, *kinds, key=[key for _, key, _ in checked])
+        return {
+            checked[index][0]: problem.decode(errors="replace")
+            for index, problem in zip(wrong[::2], wrong[1::2], strict=True)
+        }
+
+    def _count_dead(self) -> dict[str, Counter[str]]:
+        """Count by queue and reason. If letters change meanwhile, so does the mark, and the next read counts again."""
+        by_queue: dict[str, Counter[str]] = {}
+        num_counted, bytes_read, is_more = 0, 0, True
+        while is_more and bytes_read < _DEAD_BYTES_READ:
+            counted, num_bytes, dead = _DEAD_LEVELS.read(self._client, str(num_counted))
+            for name, reason, count in zip(dead[0::3], dead[1::3], dead[2::3], strict=True):
+                queue = name.decode(errors="replace").partition(PRIORITY_SEPARATOR)[0]
+                by_queue.setdefault(queue, Counter())[reason.decode(errors="replace")] += count
+            is_more, num_counted, bytes_read = counted > num_counted, counted, bytes_read + num_bytes
+        return by_queue
+
+
+def read_tenant_level(client: "redis.Redis", queue: str, tenant: str, *, of_interest: int) -> Backlog:
+    """Count the tenant's messages in the queue; '' stands for messages without a tenant. Redis's errors pass through.
+
+    Exact up to the count `of_interest`, if at most a thousand messages are unsorted. With a Redis user that may not
+    read messages, only sorted messages are counted.
+    """
+    lists = queue_lists(queue)
+    count, delayed, since, now = _TENANT_LEVEL.read(
+        client,
+        tenant,
+        str(of_interest),
+        *lists,
+        waiting=waiting_key(queue),
+        delayed_tenants=delayed_tenants_key(queue),
+        tenant_ids=[tenant_ids_key(name, tenant) for name in lists],
+    )
+    return Backlog(count, max(0.0, (int(now) - int(since)) / 1e6) if since else None, delayed)
+
+
+def read_backlog(client: "redis.Redis", queue: str) -> Backlog:
+    """Count the messages of all tenants in the queue. Redis's errors pass through.
+
+    It reads no message, so that it works with a Redis user that may not read them.
+    """
+    lists = queue_lists(queue)
+    with client.pipeline() as pipe:
+        pipe.time()
+        for name in lists:
+            pipe.llen(name)
+            pipe.zcard(sorted_ids_key(name))
+            pipe.zcard(delayed_key(name))
+            pipe.zrange(sorted_ids_key(name), 0, 0, withscores=True)
+        (seconds, microseconds), *replies = pipe.execute()
+    arrived, are_sorted, delayed, first = (replies[position::4] for position in range(4))
+    since = min((entries[0][1] for entries in first if entries), default=None)
+    age = None if since is None else max(0.0, seconds + (microseconds - since) / 1e6)
+    return Backlog(sum(arrived) + sum(are_sorted), age, sum(delayed))
+
+
+def read_tenants(client: "redis.Redis", queue: str) -> dict[str, int]:
+    """Count each tenant's sorted waiting messages, for about 1000 tenants at most. Redis's errors pass through."""
+    found: Any = client.zrange(waiting_key(queue), 0, -1, withscores=True)
+    return {tenant.decode(errors="replace"): int(count) for tenant, count in found}
+
+
+def _oldest_age(
+    now: float, enqueue_times: Iterable[bytes], since: Iterable[float | None]
+) -> tuple[float | None, Literal["producer", "redis"] | None]:
+    """Return the greatest age and the clock that measured it. `since` and `now` are by Redis's clock."""
+    ages: list[tuple[float, Literal["producer", "redis"]]] = []
+    for text in enqueue_times:
+        try:
+            ages.append((max(0.0, now - float(text)), "producer"))
+        except ValueError:  # the message has no enqueue time, or an invalid one
+            continue
+    ages += [(max(0.0, now - moment), "redis") for moment in since if moment is not None]
+    return max(ages, default=(None, None), key=lambda age: age[0])
+
+
+def retry_after(levels: "QueueLevels | Backlog", excess: int) -> float | None:
+    """Estimate in how many seconds `excess` requests will have left the queue; None if the age is unknown.
+
+    Little's law: if the queue was as long when its first request arrived, it serves `num_ready` requests in
+    `oldest_age_seconds`.
+    """
+    if levels.oldest_age_seconds is None or not levels.num_ready:
+        return None
+    return min(max(levels.oldest_age_seconds * excess / levels.num_ready, 1.0), _LONGEST_RETRY_SECONDS)

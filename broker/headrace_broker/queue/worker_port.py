@@ -1,0 +1,55 @@
+"""`WorkerPort`: what the lease transport asks the worker and tells it. `DeliveryInfo`: what it says of each message."""
+
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from headrace_broker.queue.dead_letters import DeadLetter
+
+DELIVERY: Final = "headrace_delivery"
+"""In a message's delivery_info: its `DeliveryInfo`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryInfo:
+    """What the queue knows of a delivered message."""
+
+    content: str = ""
+    """The `message_envelope.content_digest`."""
+    queued_at: float | None = None
+    """When it began to wait by Redis's clock, converted to this process's monotonic clock; None if unknown."""
+    step: int = 0
+    """Priority step of the list in which it arrived."""
+    over_quota: int = 0
+    """The tenant's quota, if the message exceeds it and has to be refused; else 0."""
+    preemptions: int = 0
+    """How often it was requeued to make room for a message of a better priority."""
+    choices: int = 1
+    """How many choices it has, as far as the queue knows."""
+
+
+class WorkerPort(Protocol):
+    """Passed to `transport.Channel.serve`. The numbers of slots are asked for many times a second."""
+
+    preemption_wait_seconds: float
+    """A message that would preempt running requests is fetched so long after its arrival, if it is still there."""
+
+    def free_slots(self) -> int:
+        """Return how many choices the messages fetched now may have: the engine's free capacity."""
+
+    def split_below(self) -> int:
+        """Return a priority step. Messages before it may have more choices than free slots; others must fit."""
+
+    def preemptible_slots(self) -> tuple[int, int]:
+        """Return a priority step, and how many choices messages may have that preempt running requests of that step.
+
+        Asked for when no slot is free.
+        """
+
+    def lease_lost(self, message: Any) -> None:
+        """Take note that another worker may have this message."""
+
+    def dead_lettered(self, letter: DeadLetter) -> None:
+        """Take note of a message that this process has made a dead letter."""
+
+    def refused(self, reason: str) -> None:
+        """Take note that messages cannot be taken or requeued."""

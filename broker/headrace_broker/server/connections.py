@@ -1,0 +1,93 @@
+"""Redis clients with the timeouts that the queue needs. kombu makes its own connections elsewhere."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import hiredis
+import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
+from redis.backoff import ExponentialBackoff
+from redis.retry import Retry
+
+from headrace_broker.server.sentinel import AsyncFailoverRetry, FailoverRetry, async_master_pool, master_pool
+from headrace_broker.server.url import ServerUrl
+
+BLOCK_SECONDS: Final = 5.0
+"""The longest blocking read. It is well below the socket timeout, so that only dead connections time out."""
+
+CONNECTION_ERRORS: Final = (redis.ConnectionError, redis.TimeoutError, OSError)
+"""The server could not be reached, or its reply was lost: the command may or may not have run."""
+
+REDIS_ERRORS: Final = (redis.RedisError, OSError)
+"""The server could not be reached, or refused: out of memory, read-only, not permitted. Both may be temporary."""
+
+_OF_ALL_KEYS: Final = re.compile(r"(?!WRONGTYPE )[A-Z]{3,} |ACL failure|[Uu]nknown (Redis )?command")
+"""Matches errors with a code of their own, and those to which Redis gives none inside a script."""
+
+_OPTIONS: Final[dict[str, Any]] = {
+    "protocol": 2,  # its replies have the same shape in every redis-py version and in Lua
+    "socket_connect_timeout": 5.0,
+    "socket_timeout": 2 * BLOCK_SECONDS,
+    "driver_info": redis.DriverInfo(),  # shared: else each connection reads redis-py's version from the disk
+}
+
+
+def is_fault_of_server(error: BaseException) -> bool:
+    """Return whether Redis would answer a command on any other key in the same way, so that no message is at fault.
+
+    It is away, lacks memory or a right of its user, is read-only or loading, or knows no such command. The errors of a
+    single key are WRONGTYPE, and those of its content, which have no code.
+    """
+    return not isinstance(error, redis.ResponseError) or (
+        type(error) is not redis.ResponseError or _OF_ALL_KEYS.match(str(error)) is not None
+    )
+
+
+def connect(url: str, *, retries: int = 0) -> "redis.Redis":
+    """Return a client whose replies are bytes. Threads may share it.
+
+    A writer passes no retries, because only the writer knows whether a command may be repeated. Behind Sentinels, any
+    number of retries means retrying for FAILOVER_SECONDS. Raises SettingsError for an invalid URL.
+    """
+    server = ServerUrl.parse(url)
+    if server.kind == "sentinel":
+        retry = FailoverRetry() if retries else Retry(_backoff(), 0)
+        return redis.Redis.from_pool(master_pool(*_master(server), retry=retry, **_options(server)))
+    return redis.Redis.from_url(server.text, retry=Retry(_backoff(), retries), **_options(server))
+
+
+def connect_async(url: str, *, retries: int = 0) -> "redis.asyncio.Redis":
+    """Return the same client for asyncio. It belongs to one event loop."""
+    server = ServerUrl.parse(url)
+    pool: redis.asyncio.ConnectionPool
+    if server.kind == "sentinel":
+        retry = AsyncFailoverRetry() if retries else AsyncRetry(_backoff(), 0)
+        pool = async_master_pool(*_master(server), retry=retry, **_options(server))
+    else:
+        retry = AsyncRetry(_backoff(), retries)
+        pool = redis.asyncio.ConnectionPool.from_url(server.text, retry=retry, **_options(server))
+    kind: Any = pool.connection_class
+    pool.connection_class = type(kind.__name__, (_HiredisPacking, kind), {})
+    return redis.asyncio.Redis.from_pool(pool)
+
+
+class _HiredisPacking:
+    """Packs commands with hiredis, as redis-py does for threads. An XREAD of many streams is then ten times as fast."""
+
+    def pack_command(self, name: str | bytes, *args: str | bytes | float) -> list[bytes]:
+        return [hiredis.pack_command((*name.split(), *args))]  # a command's name may have two words
+
+
+def _master(server: ServerUrl) -> tuple[Sequence[tuple[str, int]], str, Mapping[str, Any]]:
+    return server.hosts, server.master, server.sentinel_options
+
+
+def _options(server: ServerUrl) -> dict[str, Any]:
+    keepalive = {} if server.kind == "unix" else {"socket_keepalive": True}
+    return {**_OPTIONS, **keepalive, **(server.connection_options if server.kind == "sentinel" else {})}
+
+
+def _backoff() -> ExponentialBackoff:
+    return ExponentialBackoff(cap=1.0, base=0.05)

@@ -1,0 +1,130 @@
+"""The entries of a request's stream, and their wire format.
+
+The entry ID is `<attempt>-<tokens after this entry>`, counting the tokens of all choices. The fields are `type` (start,
+chunk or end) and `data`, a msgpack map.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from headrace_broker.errors import MalformedEntryError
+from headrace_broker.models.identity import ModelIdentity
+from headrace_broker.packing import unpack
+from headrace_broker.results import (
+    ErrorInfo,
+    PromptLogprobs,
+    TokenLogprobs,
+    Usage,
+    logprobs_from_wire,
+    prompt_logprobs_from_wire,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StartEvent:
+    """A worker claimed the request. A second start means that another worker continues it."""
+
+    entry_id: str
+    attempt: int
+    worker: str
+    traceparent: str | None = None
+    """W3C trace context of the worker's span, if the worker traces."""
+    abandon_after: float | None = None
+    """Seconds without a subscriber heartbeat after which the request is cancelled; None if it needs no heartbeats."""
+    model: ModelIdentity | None = None
+    """The weights that compute this attempt's tokens; None if the worker did not say."""
+    prompt_tokens: int | None = None
+    """Length of the prompt in tokens; None if the worker did not say."""
+    prompt_tail: str | None = field(default=None, repr=False)
+    """The end of a rendered chat, which shows whether the template has opened the model's reasoning."""
+    draws: str | None = None
+    """Name under which equal seeds draw equal tokens; empty if the engine cannot repeat a seed's draws, None if the
+    worker did not say."""
+
+
+@dataclass(slots=True)  # not frozen, which would cost 1 us more for each chunk
+class ChunkEvent:
+    """New tokens of one choice; the last chunk of a choice carries its `finish_reason`."""
+
+    entry_id: str
+    attempt: int
+    offset: int  # tokens of all choices up to and including this chunk
+    index: int
+    token_ids: list[int] = field(repr=False)
+    text: str = field(repr=False)
+    logprobs: TokenLogprobs | None = field(default=None, repr=False)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = field(default=None, repr=False)
+    prompt_logprobs: PromptLogprobs | None = field(default=None, repr=False)
+    """In the first chunk of choice 0, if the request asked for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndEvent:
+    """The last entry of the stream. If the request did not succeed, `error` says why."""
+
+    entry_id: str
+    attempt: int
+    tokens: int  # of all choices and attempts
+    finish_reason: str  # a FinishReason, or one that a newer worker knows
+    usage: Usage | None = None
+    error: ErrorInfo | None = None
+
+
+StreamEvent: TypeAlias = StartEvent | ChunkEvent | EndEvent
+
+
+def read_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> StreamEvent:
+    """Decode one stream entry. Raises MalformedEntryError."""
+    name = entry_id.decode("ascii", "replace")
+    try:
+        attempt, _, offset = name.partition("-")
+        return _event(name, int(attempt), int(offset), fields[b"type"], unpack(fields[b"data"]))
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise MalformedEntryError(f"malformed stream entry {name}: {type(error).__name__}: {error}") from error
+
+
+def read_flat_entry(entry: Sequence[Any]) -> StreamEvent:
+    """Decode an entry in the format of Redis and Lua: its ID and one list of alternating names and values."""
+    entry_id, flat = entry
+    parts = iter(flat)
+    return read_entry(entry_id, dict(zip(parts, parts, strict=True)))
+
+
+def _event(entry_id: str, attempt: int, offset: int, kind: bytes, data: dict[str, Any]) -> StreamEvent:
+    if kind == b"chunk":
+        return ChunkEvent(
+            entry_id,
+            attempt,
+            offset,
+            data["index"],
+            data["token_ids"],
+            data["text"],
+            logprobs_from_wire(data["logprobs"], data.get("logprob_bytes")),
+            data.get("finish_reason"),
+            data.get("stop_reason"),
+            prompt_logprobs_from_wire(data.get("prompt_logprobs"), data.get("prompt_logprob_bytes")),
+        )
+    if kind == b"start":
+        return StartEvent(
+            entry_id,
+            attempt,
+            worker=data["worker"],
+            traceparent=data.get("traceparent"),
+            abandon_after=data.get("abandon_after"),
+            model=ModelIdentity.from_wire(data),
+            prompt_tokens=data.get("prompt_tokens"),
+            prompt_tail=data.get("prompt_tail"),
+            draws=draws if isinstance(draws := data.get("draws"), str) else None,
+        )
+    if kind == b"end":
+        return EndEvent(
+            entry_id=entry_id,
+            attempt=attempt,
+            tokens=offset - 1,
+            finish_reason=data["finish_reason"],
+            usage=Usage.from_wire(data["usage"]) if data["usage"] is not None else None,
+            error=ErrorInfo.from_wire(data["error"]) if data["error"] is not None else None,
+        )
+    raise MalformedEntryError(f"unknown entry type {kind!r}")

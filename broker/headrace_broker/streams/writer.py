@@ -1,0 +1,329 @@
+"""The writing side of a request's stream: claim, publish, end. The reading side is in `subscriber.py`.
+
+Redis accepts an entry only if its ID is above the stream's last, and the ID is `<attempt>-<tokens after this entry>`.
+So Redis itself rejects every duplicate and every write of a fenced worker, even if that worker has generated more
+tokens than its successor.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final, Literal, Self, TypeAlias
+
+import msgpack
+import redis
+
+from headrace_broker.keys import (
+    ENDED_SECONDS,
+    ENGINE_LOSSES_SECONDS,
+    PROBE_KEY,
+    REQUEUED_SECONDS,
+    ended_key,
+    engine_losses_key,
+    stream_key,
+)
+from headrace_broker.models.identity import ModelIdentity
+from headrace_broker.packing import pack
+from headrace_broker.results import ErrorInfo, PromptLogprobs, TokenLogprobs, Usage, logprob_bytes_to_wire
+from headrace_broker.scripts import script
+from headrace_broker.server.connections import REDIS_ERRORS
+from headrace_broker.server.held_connection import HeldConnection
+from headrace_broker.streams.events import ChunkEvent, EndEvent, StartEvent, StreamEvent, read_entry, read_flat_entry
+
+END_STREAM: Final = script("stream_prelude", "stream_end")
+_CLAIM: Final = script("stream_prelude", "stream_claim")
+_PUBLISH: Final = script("stream_prelude", "stream_publish")
+
+_ENDED: Final = 1
+_OF_ANOTHER_MESSAGE: Final = 2
+"""States of a claim that `stream_claim.lua` returns."""
+
+Attempt: TypeAlias = tuple[str, int]
+"""A request's id and the number of an attempt. One worker may make more than one attempt."""
+
+
+class WriteOutcome(StrEnum):
+    """Why Redis did not accept a write. The writer must stop generating, unless a retry after ROLLED_BACK succeeds."""
+
+    FENCED = "fenced"  # another worker has taken over or ended the request
+    CANCELLED = "cancelled"  # a client cancelled it
+    GONE = "gone"  # the stream has expired or was deleted
+    ROLLED_BACK = "rolled_back"
+    """The server lost writes that it had accepted. Either this entry would leave a gap, or the claim was lost, and
+    another worker with the same attempt number has written these tokens."""
+
+
+class Ending(StrEnum):
+    """The outcome of ending a stream without a claim."""
+
+    WRITTEN = "written"
+    HAD_ENDED = "had ended"
+    OF_ANOTHER_MESSAGE = "of another message"
+    """The stream belongs to another message with the same request id, and was not changed."""
+
+
+@dataclass(slots=True)  # not frozen, which would cost 1 us more for each chunk
+class StreamWrite:
+    """One entry to publish. `chunk` and `end` make it with the right id and data. It must not be changed afterwards."""
+
+    request_id: str
+    attempt: int
+    entry_id: str
+    entry_before: str
+    """The id of the previous entry, with this attempt's number even if an earlier attempt wrote that entry."""
+    type: Literal["chunk", "end"]
+    data: bytes = field(repr=False)
+    """Packed at once, because the garbage collector does not traverse bytes."""
+
+    @property
+    def key(self) -> Attempt:
+        return self.request_id, self.attempt
+
+    @classmethod
+    def chunk(
+        cls,
+        request_id: str,
+        attempt: int,
+        offset: int,
+        *,
+        index: int,
+        token_ids: list[int],
+        text: str,
+        logprobs: TokenLogprobs | None = None,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
+    ) -> Self:
+        """Make the entry of a chunk. `offset` counts the tokens of all choices and attempts, including this chunk.
+
+        Within an attempt every chunk needs an offset of its own. So text without a token must be sent with the next
+        token, or with the choice's last chunk.
+        """
+        data: dict[str, Any] = {"index": index, "token_ids": token_ids, "text": text, "logprobs": logprobs}
+        if logprobs is not None:
+            data |= logprob_bytes_to_wire("logprob_bytes", logprobs)
+        if prompt_logprobs is not None:
+            data["prompt_logprobs"] = prompt_logprobs
+            data |= logprob_bytes_to_wire("prompt_logprob_bytes", prompt_logprobs)
+        if finish_reason is not None:
+            data |= {"finish_reason": finish_reason, "stop_reason": stop_reason}
+        before = f"{attempt}-{offset - len(token_ids)}"
+        return cls(request_id, attempt, f"{attempt}-{offset}", before, "chunk", pack(data))
+
+    @classmethod
+    def end(
+        cls,
+        request_id: str,
+        attempt: int,
+        tokens: int,
+        *,
+        finish_reason: str,
+        usage: Usage | None = None,
+        error: ErrorInfo | None = None,
+    ) -> Self:
+        """Make the end entry, the attempt's last one. `tokens` counts the tokens of all choices and attempts."""
+        data = pack(end_data(finish_reason, usage, error))
+        return cls(request_id, attempt, f"{attempt}-{tokens + 1}", f"{attempt}-{tokens}", "end", data)
+
+
+def pack_writes(writes: Iterable[StreamWrite]) -> bytes:
+    """Encode writes as `StreamWriter.publish` sends them. `unpack_writes` decodes them."""
+    entries = [(write.request_id, write.entry_id, write.entry_before, write.type, write.data) for write in writes]
+    # Not by the thread's packer, whose buffer never shrinks: after an outage this encodes all tokens at once.
+    packed: bytes = msgpack.packb(entries, use_bin_type=False)
+    return packed
+
+
+def unpack_writes(packed: bytes, request_ids: Collection[str]) -> list[StreamWrite]:
+    """Decode the writes of these requests only. There may be very many others."""
+    wanted = {request_id.encode() for request_id in request_ids}
+    entries = (entry for entry in msgpack.unpackb(packed, raw=True) if entry[0] in wanted)
+    texts = (([part.decode() for part in entry[:4]], entry[4]) for entry in entries)
+    return [
+        StreamWrite(request_id, int(entry_id.partition("-")[0]), entry_id, before, kind, data)
+        for (request_id, entry_id, before, kind), data in texts
+    ]
+
+
+def end_data(finish_reason: str, usage: Usage | None, error: ErrorInfo | None) -> dict[str, Any]:
+    """Return the data of an end entry."""
+    return {
+        "finish_reason": finish_reason,
+        "usage": usage.to_wire() if usage else None,
+        "error": error.to_wire() if error else None,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class StreamClaim:
+    """The right to write to a stream as `attempt`, and the entries of earlier attempts.
+
+    The claim failed, and the worker must not write, in two cases. If `ended` is set, the request had already ended. If
+    `is_of_another_message` is true, the stream belongs to another message with the same request id.
+    """
+
+    attempt: int
+    entries: list[StreamEvent] = field(repr=False)
+    ended: EndEvent | None
+    engine_losses: int = 0
+    """Number of engine processes of all workers that died while they ran this request."""
+    is_of_another_message: bool = False
+    has_replaced: bool = False
+    """The stream had an id so high that no entry could follow. It was deleted and created again."""
+
+
+def begun_with(entries: Iterable[StreamEvent], model: ModelIdentity) -> ModelIdentity | None:
+    """Return the other model that computed tokens of these entries, if its weights differ from `model`'s; else None."""
+    current: ModelIdentity | None = None
+    for entry in entries:
+        if isinstance(entry, StartEvent):
+            current = entry.model
+        elif isinstance(entry, ChunkEvent) and entry.token_ids and current is not None and current.differs_from(model):
+            return current
+    return None
+
+
+def draws_of(entries: Iterable[StreamEvent]) -> set[str]:
+    """Return the `draws` of each attempt that wrote tokens among these entries, if its worker gave a name."""
+    names: set[str] = set()
+    current: str | None = None
+    for entry in entries:
+        if isinstance(entry, StartEvent):
+            current = entry.draws
+        elif isinstance(entry, ChunkEvent) and entry.token_ids and current is not None:
+            names.add(current)
+    return names
+
+
+class StreamWriter:
+    """Writes the streams of a worker's requests.
+
+    `client` must return bytes (`connections.connect`). Only one thread may publish. Every method may be repeated if its
+    reply was lost; a repeated claim begins one more attempt. Redis's errors pass through.
+    """
+
+    def __init__(self, client: "redis.Redis", ttl_seconds: int) -> None:
+        self._client: Final = client
+        self._ttl_seconds: Final = ttl_seconds
+        self._claim: Final = _CLAIM.bound(client)
+        self._publish: Final = client.register_script(_PUBLISH.text)
+        self._held: Final = HeldConnection(client)
+        self._end: Final = END_STREAM.bound(client)
+
+    def claim(
+        self,
+        request_id: str,
+        worker_name: str,
+        traceparent: str | None = None,
+        abandon_after: float | None = None,
+        content: str | None = None,
+        model: ModelIdentity | None = None,
+        prompt_tokens: int | None = None,
+        prompt_tail: str | None = None,
+        draws: str | None = None,
+    ) -> StreamClaim:
+        """Take the request over from the worker that had it, if any. A stream that has ended is not changed.
+
+        `content` is the digest of the message. A stream that belongs to a message of other content is not changed
+        either.
+        """
+        given = {
+            "worker": worker_name,
+            "content": content,
+            "traceparent": traceparent,
+            "abandon_after": abandon_after,
+            **(model.to_wire() if model is not None else {}),
+            "prompt_tokens": prompt_tokens,
+            "prompt_tail": prompt_tail,
+            "draws": draws,
+        }
+        start = {name: value for name, value in given.items() if value is not None}
+        attempt, state, raw, losses, replaced = self._claim(
+            pack(start),
+            self._ttl_seconds,
+            content or "",
+            stream=stream_key(request_id),
+            engine_losses=engine_losses_key(request_id),
+            ended=ended_key(request_id),
+        )
+        entries = [read_flat_entry(entry) for entry in raw]
+        last = entries[-1] if state == _ENDED else None
+        ended = last if isinstance(last, EndEvent) else None
+        return StreamClaim(attempt, entries, ended, losses, state == _OF_ANOTHER_MESSAGE, bool(replaced))
+
+    def publish(self, writes: Iterable[StreamWrite], packed: bytes | None = None) -> dict[Attempt, WriteOutcome]:
+        """Append all entries in one round trip and return the attempts that had an entry refused.
+
+        A stream lives `ttl_seconds` from its latest entry on. If the reply was lost, publish exactly the same writes
+        again before any newer ones: entries that Redis already has are then ignored. They would not be recognised if
+        they were merged. If an attempt was ROLLED_BACK, publish all its latest writes again, from before the gap on.
+
+        `packed` is the result of `pack_writes`, if the caller has it already.
+        """
+        writes = list(writes)
+        if not writes:
+            return {}
+        packed = packed or pack_writes(writes)
+        # As one argument and without KEYS: each argument costs redis-py more time than Redis needs to unpack them all.
+        failed = self._held.run(self._publish, [self._ttl_seconds, packed])
+        outcomes: dict[Attempt, WriteOutcome] = {}
+        for position, outcome in zip(failed[::2], failed[1::2], strict=True):
+            outcomes.setdefault(writes[position].key, WriteOutcome(outcome.decode()))
+        return outcomes
+
+    def exists(self, request_id: str) -> bool:
+        """Return whether the request has a stream: it was begun or ended. Redis's errors pass through."""
+        return bool(self._client.exists(stream_key(request_id)))
+
+    def recorded(self, request_id: str) -> list[StreamEvent]:
+        """Return all entries of the stream. Redis's errors pass through."""
+        entries: Any = self._client.xrange(stream_key(request_id))
+        return [read_entry(entry_id, fields) for entry_id, fields in entries]
+
+    def keep(self, request_id: str) -> None:
+        """Let the stream live until the next claim, while its request waits in the queue. Redis's errors pass through.
+
+        Call it before the request returns to the queue: the next worker may claim it at once.
+        """
+        self._client.expire(stream_key(request_id), max(self._ttl_seconds, REQUEUED_SECONDS))
+
+    def takes_writes(self) -> bool:
+        """Return whether the server accepts writes now, tested with a key that belongs to no request."""
+        try:
+            return bool(self._client.set(PROBE_KEY, "1", px=1))
+        except REDIS_ERRORS:
+            return False
+
+    def mark_gone(self, request_id: str) -> None:
+        """Mark the request as ended, so that nothing waits for its deleted stream. Redis's errors pass through."""
+        self._client.set(ended_key(request_id), "1", ex=self._ttl_seconds + ENDED_SECONDS)
+
+    def record_engine_losses(self, losses: Mapping[str, int]) -> None:
+        """Store how many engine processes died with each request in them, those of other workers included.
+
+        Without this, a request that kills engines would start with a count of zero at each worker. The call may be
+        repeated. Redis's errors pass through.
+        """
+        with self._client.pipeline(transaction=False) as pipe:
+            for request_id, count in losses.items():
+                pipe.set(engine_losses_key(request_id), count, ex=ENGINE_LOSSES_SECONDS)
+            pipe.execute()
+
+    def forget_engine_losses(self, request_id: str) -> None:
+        """Delete the count of a request that has proved not to kill engines. Redis's errors pass through."""
+        self._client.delete(engine_losses_key(request_id))
+
+    def end_unclaimed(self, request_id: str, finish_reason: str, error: ErrorInfo | None, content: str = "") -> Ending:
+        """End a stream that this worker did not claim, or no longer holds.
+
+        `content` is the digest of the message that has ended. The stream of another message is left as it is. A key of
+        another Redis type in the stream's place is replaced.
+        """
+        data = end_data(finish_reason, None, error)
+        if content:
+            data["content"] = content
+        args = (pack(data), self._ttl_seconds, self._ttl_seconds, content)
+        found = self._end(*args, stream=stream_key(request_id), ended=ended_key(request_id))
+        if found is None:
+            return Ending.WRITTEN
+        return Ending.HAD_ENDED if found else Ending.OF_ANOTHER_MESSAGE

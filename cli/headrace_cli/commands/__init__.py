@@ -1,0 +1,1 @@
+"""The subcommands of `headrace`, one module each, and their shared options. What they run is in the other folders."""

@@ -1,0 +1,1 @@
+"""Finds, identifies and converts the files of a model. The weights are loaded by `runner`."""

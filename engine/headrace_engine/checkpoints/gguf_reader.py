@@ -1,0 +1,131 @@
+"""Reads the headers of GGUF files without the vocabulary, and which tokens end an answer.
+
+The vocabulary is most of a header: 786,000 values for Gemma 3. `gguf.GGUFReader` makes a numpy array of each, which
+takes 9 seconds. Only the tokenizer needs them, and transformers reads them for it by other code.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, Literal
+
+import gguf
+import numpy as np
+from gguf import GGUFReader, GGUFValueType
+
+_LONG_ARRAY: Final = 4096
+"""Arrays of a header with more elements describe the vocabulary."""
+_STRING_LENGTH_BYTES: Final = 8
+# fmt: off
+_END_TOKENS: Final = frozenset(
+    (
+        "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
+        "<end_of_turn>", "<turn|>", "<|tool_response>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>",
+        "<eos>", "</s>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+    )
+)
+# fmt: on
+_OPEN_AFTER_END: Final = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
+"""Models that have these tokens write `<|end|>` between the parts of an answer."""
+_LONGEST_NAME: Final = max(len(name.encode()) for name in _END_TOKENS)
+
+
+class HeaderReader(GGUFReader):
+    """A reader that knows the length of a long array, and passes over its elements: each reads as 0 or as ''."""
+
+    data: Any
+
+    def _build_fields(self, offs: int, count: int) -> int:
+        self.data = self.data.view(np.ndarray)  # slices of a memmap cost three times as much
+        return int(super()._build_fields(offs, count))
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+        count, element = int(length[0]), GGUFValueType(kind[0])
+        size = kind.nbytes + length.nbytes
+        if count <= _LONG_ARRAY or not (element == GGUFValueType.STRING or element in self.gguf_scalar_to_np):
+            return super()._get_field_parts(orig_offs, raw_type)
+        if element == GGUFValueType.STRING:
+            size += self._bytes_of_strings(orig_offs + size, count)
+            omitted: Any = np.empty(0, np.uint8)
+        else:
+            omitted = np.zeros(1, self.gguf_scalar_to_np[element])
+            size += count * omitted.nbytes
+        if orig_offs + size > len(self.data):
+            raise ValueError(f"the file ends in an array of {count} values, after {len(self.data)} bytes")
+        return size, [kind, length, omitted], [2] * count, [GGUFValueType.ARRAY, element]
+
+    @property
+    def _order(self) -> Literal["big", "little"]:
+        return "big" if self.byte_order == "S" else "little"
+
+    def _bytes_of_strings(self, start: int, count: int) -> int:
+        order, content, at = self._order, memoryview(self.data), start
+        for _ in range(count):
+            at += _STRING_LENGTH_BYTES + int.from_bytes(content[at : at + _STRING_LENGTH_BYTES], order)
+            if at > len(content):
+                break  # the caller raises
+        return at - start
+
+    def _array_at(self, name: str) -> tuple[int, int]:
+        """Return where the elements of an array begin, and their number; 0 elements if there is no such array."""
+        field = self.fields.get(name)
+        if field is None:
+            return 0, 0
+        key_length, key, value_type, element_type, count = field.parts[:5]
+        begin = field.offset + sum(part.nbytes for part in (key_length, key, value_type, element_type, count))
+        return begin, int(count[0])
+
+    def find_tokens(self, names: Collection[str]) -> dict[str, int]:
+        """Return the ids of the tokens of the vocabulary that have these names."""
+        wanted = {name.encode(): name for name in names}
+        order, content = self._order, memoryview(self.data)
+        at, count = self._array_at("tokenizer.ggml.tokens")
+        found = {}
+        for token_id in range(count):
+            begin = at + _STRING_LENGTH_BYTES
+            at = begin + int.from_bytes(content[at:begin], order)
+            if at - begin <= _LONGEST_NAME and (name := wanted.get(bytes(content[begin:at]))) is not None:
+                found[name] = token_id
+        return found
+
+    def token_type(self, token_id: int) -> int | None:
+        begin, count = self._array_at("tokenizer.ggml.token_type")
+        if token_id >= count:
+            return None
+        return int(self._get(begin + 4 * token_id, np.int32)[0])
+
+    def token_named_by(self, key: str) -> int | None:
+        """Return the id that the header has under this key."""
+        field = self.fields.get(f"tokenizer.ggml.{key}")
+        return None if field is None else int(field.contents())
+
+
+def end_token_ids(model: str) -> list[int]:
+    """Return the tokens that end an answer, as llama.cpp chooses them: by their keys in the header and by name.
+
+    The name counts because many files name only the end of a text, and not the end of a turn. llama.cpp also ends at
+    the separators of its infill requests, which are not served here. Source: `src/llama-vocab.cpp` of llama.cpp.
+    """
+    header = HeaderReader(model)
+    named = header.find_tokens(_END_TOKENS)
+    if "<|end|>" in named and any(pair <= named.keys() for pair in _OPEN_AFTER_END):
+        del named["<|end|>"]
+    if "</s>" in named and header.token_type(named["</s>"]) != gguf.TokenType.CONTROL:
+        del named["</s>"]  # the tag of HTML, as in Gemma
+    by_key = (header.token_named_by(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id"))
+    return list(dict.fromkeys([*(token_id for token_id in by_key if token_id is not None), *sorted(named.values())]))
+
+
+@contextmanager
+def without_vocabulary() -> Iterator[None]:
+    """Let transformers read the configuration and weights of GGUF files by `HeaderReader`.
+
+    transformers takes the class from the `gguf` package at each load, and has no argument for another one.
+    """
+    gguf.GGUFReader = HeaderReader
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = GGUFReader

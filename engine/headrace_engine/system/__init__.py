@@ -1,0 +1,1 @@
+"""What the operating system allows and provides: control groups, private folders, other interpreters, the heap."""

@@ -1,0 +1,141 @@
+"""Reads a tokenizer with transformers, whose `AutoTokenizer` imports torch.
+
+For the process of the core, which has imported torch anyway. Other processes get the parts from there.
+"""
+
+import importlib.util
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from headrace_engine.checkpoints.checkpoint import pretrained_source, quick_reads
+from headrace_engine.errors import ModelLoadError
+from headrace_engine.options.config import EngineConfig, ModelConfig
+from headrace_engine.text import chat_template
+from headrace_engine.text.chat import ChatOptions
+from headrace_engine.text.tokenizer import ModelTokenizer
+from headrace_engine.text.tokenizer_parts import TokenizerParts
+
+# What `ModelTokenizer` does without, as the plain class does it.
+_METHODS = ("__call__", "_encode_plus", "apply_chat_template", "get_chat_template", "special_tokens_map")
+
+
+def load_tokenizer(config: EngineConfig) -> TokenizerParts:
+    """Load the parts of the tokenizer. The default of `EngineConfig.tokenizer`. Raises ModelLoadError."""
+    return parts_of(read_tokenizer_of(config.model))
+
+
+def read_tokenizer_of(model: ModelConfig) -> Any:
+    """Read the tokenizer that the options of the engine name."""
+    source, revision = model.tokenizer_source
+    return read_tokenizer(source, trust_remote_code=model.trust_remote_code, revision=revision)
+
+
+def read_tokenizer(model: str, *, trust_remote_code: bool, revision: str | None = None) -> Any:
+    """Read a fast (Rust) tokenizer of transformers. Raises ModelLoadError if there is none."""
+    source, options = pretrained_source(model, revision)
+    try:
+        with quick_reads(model):  # it reads the configuration, too
+            tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
+    except (
+        Exception
+    ) as error:  # tokenizers raises a plain Exception for a broken file, and a folder may have its own code
+        raise ModelLoadError(f"model {model!r} has no usable tokenizer: {advice(model, error)}") from error
+    if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
+        raise ModelLoadError(f"the tokenizer of {model!r} has no tokenizer.json, which streaming text needs")
+    return tokenizer
+
+
+def parts_of(tokenizer: Any) -> TokenizerParts:
+    """Return the parts of a tokenizer. Raises ModelLoadError if one of them is code, not data."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_padding()
+    backend.no_truncation()
+    try:
+        tokenizer_json = backend.to_str()
+    except Exception as error:  # the message of tokenizers if a step is a Python object
+        raise ModelLoadError(f"the tokenizer {type(tokenizer).__name__} cannot be had as JSON: {error}") from error
+    template = _template(tokenizer)
+    tool_template = _template(tokenizer, tools=[])
+    return TokenizerParts(
+        tokenizer_json=tokenizer_json,
+        chat_template=template,
+        tool_chat_template=tool_template if tool_template != template else None,
+        special_tokens={name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        eos_token_id=tokenizer.eos_token_id,
+        split_special_tokens=bool(tokenizer.split_special_tokens),
+        has_own_methods=any(
+            getattr(type(tokenizer), name, None) is not getattr(PreTrainedTokenizerFast, name) for name in _METHODS
+        ),
+    )
+
+
+def _template(tokenizer: Any, **options: Any) -> str | None:
+    try:
+        template: str = tokenizer.get_chat_template(**options)
+    except ValueError:  # it has none, or several without a default
+        return None
+    return template
+
+
+class OwnMethodsTokenizer(ModelTokenizer):
+    """Whether the class of the tokenizer has an encoding of its own, for example from code in the model folder."""
+
+    def __init__(self, parts: TokenizerParts, tokenizer: Any) -> None:
+        super().__init__(parts)
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"]
+        return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def _render_chat(self, template: str, conversation: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
+        text: str = self._tokenizer.apply_chat_template(
+            chat_template.for_template(template, conversation, options, self._special_tokens),
+            tools=options.tools,
+            chat_template=template,
+            tokenize=False,
+            add_generation_prompt=options.add_generation_prompt,
+            continue_final_message=options.continue_final_message,
+            **(options.chat_template_kwargs or {}),
+        )
+        return text
+
+
+_TIKTOKEN_LINE: Final = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+")
+_OTHER_WAY: Final = "or copy tokenizer.json from the model's repository, if it has one"
+
+
+def advice(model: str, error: Exception) -> str:
+    """Return why the tokenizer of a model cannot be read, and what to do. `error` is transformers' own."""
+    folder = Path(model)
+    if not folder.is_dir() or (folder / "tokenizer.json").exists():
+        return str(error)
+    if (folder / "tokenizer.model").is_file():
+        kind, package = _kind_of(folder / "tokenizer.model")
+        if importlib.util.find_spec(package) is None:
+            return (
+                f"it has no tokenizer.json, and its tokenizer.model, a {kind} file, is converted by {package}: "
+                f"{sys.executable} -m pip install {package}, {_OTHER_WAY}"
+            )
+        return f"it has no tokenizer.json, and its tokenizer.model cannot be converted ({error}): {_OTHER_WAY[3:]}"
+    if (folder / "tekken.json").is_file():
+        reason = f"{type(error).__name__}: {error}"
+        return f"it has no tokenizer.json, and its tekken.json cannot be converted ({reason}): {_OTHER_WAY[3:]}"
+    return f"it has no tokenizer.json: {_OTHER_WAY[3:]}"
+
+
+def _kind_of(file: Path) -> tuple[str, str]:
+    """Return the format of a tokenizer.model, and the package that reads it."""
+    with file.open("rb") as content:
+        is_text = _TIKTOKEN_LINE.fullmatch(content.readline(1000).strip()) is not None
+    return ("tiktoken", "tiktoken") if is_text else ("SentencePiece", "sentencepiece")

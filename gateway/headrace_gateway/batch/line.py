@@ -1,0 +1,149 @@
+"""The lines of a batch in the format of OpenAI's Batch API and vLLM's `run-batch`: a request and its answer.
+
+{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", "messages": [...]}}
+{"id": "batch_req_...", "custom_id": "a", "error": null,
+ "response": {"status_code": 200, "request_id": "...", "body": {...}}}
+"""
+
+import hashlib
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from headrace_broker import RegisteredModel
+from headrace_gateway.chat.endpoints import CHAT
+from headrace_gateway.completions.endpoints import COMPLETIONS
+from headrace_gateway.errors import ApiError, invalid
+from headrace_gateway.generation import Api
+from headrace_gateway.http.json import encode_line
+from headrace_gateway.keys.api_key import ApiKey
+from headrace_gateway.requests.body import SMALL_BYTES, model_named, read_object
+from headrace_gateway.requests.body_lane import BodyLane
+from headrace_gateway.requests.call import Call
+from headrace_gateway.responses.endpoints import RESPONSES
+from headrace_gateway.settings import MAX_BODY_BYTES
+from headrace_wire.codes import BatchCode, ErrorCode, GatewayCode
+from headrace_wire.values import named, shown
+
+MAX_LINE_BYTES: Final = MAX_BODY_BYTES
+MAX_CUSTOM_ID: Final = 512
+ENDPOINTS: Final = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS, "/v1/responses": RESPONSES}
+"""The accepted values of `url`."""
+_FIELDS: Final = ("custom_id", "method", "url", "body")
+_ENCODE: Final = msgspec.json.Encoder().encode
+_MOST_DEATHS: Final = 3
+"""How often a line is read if the process dies of it, or is killed with the gateway by a service manager."""
+
+Value = TypeVar("Value")
+
+
+class BatchLine(msgspec.Struct, frozen=True):
+    """A request of a batch. Its body is parsed again where it is needed, so that a large one is never kept parsed."""
+
+    custom_id: str
+    url: str
+    model: str | None
+    """The body's; None if it is absent."""
+    id: str
+    """The id of the line that answers it: a digest, so it identifies this request alone."""
+    raw: bytes
+    """The whole line."""
+
+    @property
+    def api(self) -> Api:
+        return ENDPOINTS[self.url]
+
+    def answered(self, status: int, request_id: str, body: Mapping[str, Any], ignored: Collection[str] = ()) -> bytes:
+        """Return the line of an answer, with its line feed. `ignored` are the fields of the body without effect."""
+        response = {"status_code": status, "request_id": request_id, "body": body}
+        return self._line(response | ({"ignored": list(ignored)} if ignored else {}), None)
+
+    def unanswered(self, code: str, message: str) -> bytes:
+        """Return the line of a request without an answer."""
+        return self._line(None, {"code": code, "message": message})
+
+    def _line(self, response: Mapping[str, Any] | None, error: Mapping[str, Any] | None) -> bytes:
+        line = {"id": self.id, "custom_id": self.custom_id, "response": response, "error": error}
+        return encode_line(line) + b"\n"
+
+
+def read_line(raw: bytes) -> BatchLine:
+    """Parse a line of the input; `read_call` checks its body. Raises ApiError, with OpenAI's code if there is one."""
+    if len(raw) > MAX_LINE_BYTES:
+        raise invalid(f"the line must be at most {MAX_LINE_BYTES} bytes, got {len(raw)}", code=BatchCode.LINE_TOO_LARGE)
+    line = _parsed(raw)
+    custom_id, method, url, body = (line.get(name) for name in _FIELDS)
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_CUSTOM_ID:
+        message = f"custom_id must be a string of 1 to {MAX_CUSTOM_ID} characters, got {shown(custom_id)}"
+        raise invalid(message, code=BatchCode.INVALID_CUSTOM_ID, param="custom_id")
+    if method != "POST":
+        raise invalid(f"method must be POST, got {named(method)}", code=BatchCode.INVALID_METHOD, param="method")
+    if not isinstance(url, str) or url not in ENDPOINTS:
+        raise invalid(
+            f"url must be {' or '.join(ENDPOINTS)}, got {named(url)}", code=BatchCode.INVALID_URL, param="url"
+        )
+    if not isinstance(body, dict):
+        raise invalid(f"body must be a map, got {shown(body)}", param="body")
+    if body.get("stream"):
+        raise invalid(
+            f"body.stream must be false or absent, got {shown(body['stream'])}: a batch does not stream",
+            param="body.stream",
+        )
+    for name in line:
+        if name not in _FIELDS:
+            raise invalid(f"unknown field {name[:64]!r}", code=GatewayCode.UNSUPPORTED_PARAMETER, param=name[:64])
+    digest = hashlib.blake2b(_ENCODE([custom_id, url, body]), digest_size=16).hexdigest()
+    return BatchLine(custom_id, url, model_named(body), f"batch_req_{digest}", raw)
+
+
+def read_call(raw: bytes, model: RegisteredModel, lora: str | None) -> Call:
+    """Check the body of a line of `read_line` as its endpoint does. Raises ApiError that lists every problem."""
+    line = _parsed(raw)
+    api, body = ENDPOINTS[line["url"]], line["body"]
+    if api is not RESPONSES:
+        return api.read(body, model=model, lora=lora)
+    for name in ("background", "previous_response_id"):
+        if body.get(name):
+            message = f"body.{name} is not supported in a batch, whose responses are not stored"
+            raise invalid(message, code=ErrorCode.UNSUPPORTED, param=f"body.{name}")
+    return api.read({**body, "store": False}, model=model, lora=lora)
+
+
+def _parsed(raw: bytes) -> dict[str, Any]:
+    return read_object(raw, "line", BatchCode.INVALID_JSON_LINE)
+
+
+class LineReader:
+    """Reads the lines of one key's batches, the large ones in the process that reads large bodies.
+
+    Args:
+        lane: reads the large lines. The key's own requests do not wait for more than one of them. None: they are read
+            in this process.
+    """
+
+    def __init__(self, lane: BodyLane | None, key: ApiKey) -> None:
+        self._lane: Final = lane
+        self._owner: Final = ("batches", key.name)
+
+    async def line(self, raw: bytes) -> BatchLine:
+        """Parse a line, as `read_line`. Raises ApiError."""
+        return await self._read(raw, read_line)
+
+    async def call(self, line: BatchLine, model: RegisteredModel, lora: str | None) -> Call:
+        """Check its body, as `read_call`. Raises ApiError."""
+        return await self._read(line.raw, partial(read_call, model=model, lora=lora))
+
+    async def _read(self, raw: bytes, act: Callable[[bytes], Value]) -> Value:
+        if self._lane is None or len(raw) <= SMALL_BYTES:
+            return act(raw)
+        num_deaths = 0
+        while True:
+            try:
+                async with self._lane.turn(self._owner):
+                    return await self._lane.run(self._owner, raw, act)
+            except ApiError as error:
+                num_deaths += error.status == 500
+                if error.status != 500 or num_deaths == _MOST_DEATHS:
+                    raise

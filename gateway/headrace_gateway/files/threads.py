@@ -1,0 +1,39 @@
+"""A thread pool for the directory of files, so that a disk that hangs does not block the gateway's other threads."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Final, TypeVar
+from weakref import WeakKeyDictionary
+
+_NUM_THREADS: Final = 8
+_OF_ONE_OWNER: Final = 3
+"""Calls of one owner at a time. Its others wait, so it cannot hold all threads, however slow its files are."""
+_THREADS: Final = ThreadPoolExecutor(_NUM_THREADS, "files")
+file_owner: Final[ContextVar[str | None]] = ContextVar("file_owner", default=None)
+"""Set by the task of a request or a batch: whose files it reads and writes. None: the gateway's."""
+
+Value = TypeVar("Value")
+_Slots = defaultdict[str, asyncio.Semaphore]
+_SLOTS: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, _Slots]] = WeakKeyDictionary()
+
+
+def start_in_file_thread(act: Callable[..., Value], *args: Any, **named: Any) -> "asyncio.Future[Value]":
+    """Start a short call. It runs to completion even if the caller stops waiting."""
+    return asyncio.get_running_loop().run_in_executor(_THREADS, partial(act, *args, **named))
+
+
+async def in_file_thread(act: Callable[..., Value], *args: Any, **named: Any) -> Value:
+    """Run the call in one of these threads, when `file_owner` has a slot."""
+    owner = file_owner.get()
+    if owner is None:
+        return await start_in_file_thread(act, *args, **named)
+    slots = _SLOTS.setdefault(asyncio.get_running_loop(), defaultdict(partial(asyncio.Semaphore, _OF_ONE_OWNER)))
+    slot = slots[owner]
+    await slot.acquire()
+    running = start_in_file_thread(act, *args, **named)
+    running.add_done_callback(lambda _: slot.release())  # the thread is taken until then, also if nobody waits
+    return await asyncio.shield(running)

@@ -1,0 +1,1 @@
+"""API keys, their file, authentication, and what a key may use: models, requests, tokens, bytes in Redis."""

@@ -1,0 +1,36 @@
+"""API keys: the caller, its tenant and its rights. The key file contains only their hashes."""
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""The names that an operator gives to keys and to webhook endpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """An entry of the key file, or the only caller of a gateway without keys."""
+
+    name: str
+    """Appears in logs and metrics; the key itself does not."""
+    tenant: str | None = None
+    best_priority: int = 0
+    """Requests get this priority, or the worse one that they ask for; 0 is served first, 9 last."""
+    models: frozenset[str] | None = None
+    """Served names and adapters that it may use; None: all."""
+    is_admin: bool = False
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+
+    @property
+    def cache_salt(self) -> str | None:
+        """What divides the prefix cache: the keys of a tenant share its part, and every other key has its own."""
+        return f"key {self.name}" if self.tenant is None else None
+
+    def may_use(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+
+ANYONE = ApiKey(name="anyone", is_admin=True)
+"""The caller of a gateway without a key file, which listens on loopback only."""

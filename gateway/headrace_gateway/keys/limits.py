@@ -1,0 +1,247 @@
+"""The limits of API keys: requests and tokens a minute, bytes kept in Redis, and bytes of bodies in this process."""
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Final
+
+import structlog
+
+from headrace_broker.server.connections import REDIS_ERRORS
+from headrace_gateway.errors import ApiError
+from headrace_gateway.keys.api_key import ApiKey
+from headrace_gateway.redis.keys import CHARGED_SECONDS, charged_key, rate_key, script, stored_bytes_key, stored_key
+from headrace_wire.codes import GatewayCode
+
+if TYPE_CHECKING:
+    import redis.asyncio
+
+_CHARGING_SECONDS: Final = 5.0
+"""How long a gateway that stops waits until it has charged its open answers."""
+_ADMIT: Final = script("rate_prelude", "rate_admit")
+_CHARGE: Final = script("rate_prelude", "rate_charge")
+
+LEAST_BYTES: Final = 4096
+"""Smaller requests are not counted: most are, and an entry takes memory, too. `requests_per_minute` bounds them."""
+_COUNT: Final = script("stored_count")
+
+BODIES_AT_ONCE: Final = 16
+"""Of the largest size, of one key: what is read and checked at a time."""
+Take = Callable[[int], None]
+"""Takes that many bytes for a body. Raises ApiError 429 if its key has no room for them."""
+
+logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
+
+
+class RateLimits:
+    """Requests and tokens a minute of each API key, shared by all replicas through Redis.
+
+    Both are token buckets with a capacity of one minute. An admitted request takes one from the first bucket for each
+    of its choices. Its tokens are charged to the second one after they were read, so that bucket may go below zero, and
+    then admits nothing until it has refilled. An answer is charged once, however often and wherever it is read. Keys
+    without limits need no call to Redis.
+    """
+
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
+        self._admit: Final = client.register_script(_ADMIT.text)
+        self._charge: Final = client.register_script(_CHARGE.text)
+        self._open: Final[set[Callable[[], asyncio.Task[None]]]] = set()
+        """Each starts to charge an answer that is being read."""
+        self._charging: Final[set[asyncio.Task[None]]] = set()
+
+    async def admit(self, key: ApiKey, count: int = 1, *, taken: int = 0) -> dict[str, str]:
+        """Take requests from the bucket, and return the headers that report what is left.
+
+        Args:
+            taken: by the same request already. A repeat takes it again, so a refused client waits for it, too.
+
+        Raises ApiError 429 if a limit is reached, and redis-py's errors.
+        """
+        requests, tokens = key.requests_per_minute, key.tokens_per_minute
+        if requests is None and tokens is None:
+            return {}
+        admitted, requests_left, tokens_left, wait = await self._admit(
+            keys=_ADMIT.keys(rate=rate_key(key.name)), args=[requests or 0, tokens or 0, count]
+        )
+        left = {"requests": float(requests_left), "tokens": float(tokens_left)}
+        headers = _headers({"requests": requests, "tokens": tokens}, left)
+        if not admitted:
+            again = 60 * taken / requests if requests else 0.0
+            raise _refused(key, left, float(wait) + again, headers, count)
+        return headers
+
+    async def admit_choices(self, key: ApiKey, count: int, headers: dict[str, str]) -> dict[str, str]:
+        """Take what an admitted request with so many choices, of all its prompts, needs beyond one.
+
+        Args:
+            headers: of `admit`; returned if nothing more is needed.
+        """
+        bound = key.requests_per_minute
+        if bound is None or count <= 1:
+            return headers
+        if count > bound:
+            message = f"the request has {count} choices, more than the {bound} requests a minute of the key {key.name}"
+            raise ApiError(429, "rate_limit_error", GatewayCode.RATE_LIMIT_EXCEEDED, message, headers=headers)
+        return await self.admit(key, count - 1, taken=1)
+
+    async def charge(self, key: str, tokens_per_minute: int | None, answer_id: str, tokens: int) -> None:
+        """Charge the prompt and output tokens of an answer that are known so far. Raises redis-py's errors.
+
+        Repeated calls, also by several readers, charge only the increase.
+        """
+        if tokens_per_minute is not None and tokens > 0:
+            keys = _CHARGE.keys(rate=rate_key(key), charged=charged_key(answer_id))
+            await self._charge(keys=keys, args=[tokens_per_minute, tokens, CHARGED_SECONDS])
+
+    @asynccontextmanager
+    async def charging(self, key: ApiKey, answer_id: str, count: Callable[[], int]) -> AsyncIterator[None]:
+        """Charge what `count` returns at the end of the block, even if the task is cancelled, or before `aclose`.
+
+        Nothing is charged while Redis is away.
+        """
+
+        def start() -> "asyncio.Task[None]":
+            task = asyncio.create_task(self._try_charge(key, answer_id, count()))
+            self._charging.add(task)
+            task.add_done_callback(self._charging.discard)
+            return task
+
+        self._open.add(start)
+        try:
+            yield
+        finally:
+            self._open.discard(start)
+            await asyncio.shield(start())
+
+    async def aclose(self) -> None:
+        """Charge the answers that are still read."""
+        for start in self._open:
+            start()
+        if self._charging:
+            await asyncio.wait(self._charging, timeout=_CHARGING_SECONDS)
+
+    async def _try_charge(self, key: ApiKey, answer_id: str, tokens: int) -> None:
+        try:
+            await self.charge(key.name, key.tokens_per_minute, answer_id, tokens)
+        except REDIS_ERRORS as error:
+            logger.warning("tokens not charged", answer_id=answer_id, tokens=tokens, reason=type(error).__name__)
+
+
+def _refused(key: ApiKey, left: dict[str, float], wait: float, headers: dict[str, str], count: int) -> ApiError:
+    is_requests = key.requests_per_minute is not None and left["requests"] < count
+    what, bound = ("requests", key.requests_per_minute) if is_requests else ("tokens", key.tokens_per_minute)
+    seconds = max(1, math.ceil(wait))
+    used = "used" if count == 1 or not is_requests else f"fewer than {count} left of"
+    message = f"the key {key.name} has {used} its {bound} {what} of this minute; try again in {seconds} s"
+    headers = {**headers, "retry-after": str(seconds)}
+    return ApiError(429, "rate_limit_error", GatewayCode.RATE_LIMIT_EXCEEDED, message, headers=headers)
+
+
+def _headers(bounds: dict[str, int | None], left: dict[str, float]) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for what, bound in bounds.items():
+        if bound is not None:
+            headers[f"x-ratelimit-limit-{what}"] = str(bound)
+            headers[f"x-ratelimit-remaining-{what}"] = str(max(0, math.floor(left[what])))
+            headers[f"x-ratelimit-reset-{what}"] = duration((bound - left[what]) * 60 / bound)
+    return headers
+
+
+def duration(seconds: float) -> str:
+    """Format a duration as in OpenAI's headers: `12ms`, `1.5s`, `6m0s`."""
+    if seconds < 1:
+        return f"{math.ceil(max(0.0, seconds) * 1000)}ms"
+    if seconds < 60:
+        return f"{seconds:.3f}".rstrip("0").rstrip(".") + "s"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s"
+
+
+class StoredBytes:
+    """Counts what requests keep in Redis, and bounds it for each tenant, or key without a tenant.
+
+    Counted are large requests: the message in the queue until the answer has ended, the envelope, and the stored input
+    and output of a response. An entry has the life of what it counts, so nothing remains after a replica is killed.
+    Methods raise redis-py's errors.
+
+    Args:
+        client: from the broker's `connections.connect_async`.
+        bound: bytes of one tenant; at most a quarter of Redis's `maxmemory` counts.
+    """
+
+    def __init__(self, client: "redis.asyncio.Redis", bound: int) -> None:
+        self._bound: Final = bound
+        self._count: Final = client.register_script(_COUNT.text)
+
+    async def admit(self, key: str, tenant: str | None, item: str, num_bytes: int, life: int) -> int:
+        """Count a request, and return the bytes that are counted. Raises ApiError 429 if its tenant has no room.
+
+        Args:
+            life: seconds.
+        """
+        if num_bytes < LEAST_BYTES:
+            return 0
+        found = await self._run(key, tenant, item, num_bytes, life, self._bound)
+        if found is None:
+            return num_bytes
+        used, bound = found
+        owner = f"the key {key}" if tenant is None else f"the tenant {tenant}"
+        message = (
+            f"{owner} has {used} bytes in Redis and may have at most {bound}, so {num_bytes} more cannot be stored: "
+            "wait for answers, delete responses, or send store: false"
+        )
+        headers = {"retry-after": "10"}
+        raise ApiError(429, "rate_limit_error", GatewayCode.STORED_BYTES_EXCEEDED, message, headers=headers)
+
+    async def change(self, key: str, tenant: str | None, item: str, num_bytes: int, life: int) -> None:
+        """Replace the count of an admitted request by what is kept of it now."""
+        await self._run(key, tenant, item, num_bytes if num_bytes >= LEAST_BYTES else 0, life, 0)
+
+    async def _run(
+        self, key: str, tenant: str | None, item: str, num_bytes: int, life: int, bound: int
+    ) -> tuple[int, int] | None:
+        owner = f"key:{key}" if tenant is None else f"tenant:{tenant}"
+        keys = _COUNT.keys(stored=stored_key(owner), stored_bytes=stored_bytes_key(owner))
+        found: tuple[int, int] | None = await self._count(keys=keys, args=[item, num_bytes, life, bound])
+        return found
+
+
+class BodyBytes:
+    """Bounds the bytes of the bodies of each key that are in memory, from their arrival until they are checked.
+
+    Args:
+        bound: bytes of one key.
+    """
+
+    def __init__(self, bound: int) -> None:
+        self._bound: Final = bound
+        self._taken: Final[Counter[str]] = Counter()
+
+    @contextmanager
+    def room(self, key: str) -> Iterator[Take]:
+        """Yield what takes the room of one body, which is freed at the end of the block."""
+        taken = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal taken
+            if self._taken[key] + num_bytes > self._bound:
+                raise self._full(key, num_bytes)
+            self._taken[key] += num_bytes
+            taken += num_bytes
+
+        try:
+            yield take
+        finally:
+            self._taken[key] -= taken
+            if not self._taken[key]:
+                del self._taken[key]
+
+    def _full(self, key: str, num_bytes: int) -> ApiError:
+        message = (
+            f"the key {key} sends {self._taken[key]} bytes of bodies and may send at most {self._bound} at a time, "
+            f"so {num_bytes} more are not read: send fewer large requests at once"
+        )
+        headers = {"retry-after": "1"}
+        return ApiError(429, "rate_limit_error", GatewayCode.BODY_BYTES_EXCEEDED, message, headers=headers)

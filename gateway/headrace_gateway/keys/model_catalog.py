@@ -1,0 +1,109 @@
+"""The models that requests may name, and the state of their queues. Each replica reads them at most once a second."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Generic, TypeVar
+
+from headrace_broker import AsyncClient, RegisteredModel
+from headrace_gateway.errors import invalid
+from headrace_gateway.http.broker_errors import unknown_model
+from headrace_gateway.keys.api_key import ApiKey
+from headrace_wire.request import name_problems
+
+_LISTED: Final = "GET /v1/models lists the models"
+_FRESH_SECONDS: Final = 1.0
+
+Value = TypeVar("Value")
+
+
+class SharedRead(Generic[Value]):
+    """A value that all callers share, and that is read at most once a second.
+
+    Callers during a read get its result, even if it is an error, so an unavailable server is asked once.
+    """
+
+    def __init__(self, read: Callable[[], Awaitable[Value]], now: Callable[[], float] = time.monotonic) -> None:
+        self._read: Final = read
+        self._now: Final = now
+        self._reading: asyncio.Task[Value] | None = None
+        self._read_at: float | None = None
+
+    async def get(self) -> Value:
+        """Return the value. Raises what the read raises."""
+        if self._reading is None or (self._reading.done() and not self._is_fresh()):
+            self._read_at = None
+            self._reading = asyncio.create_task(self._read_once())
+        return await asyncio.shield(self._reading)  # a cancelled caller does not cancel it for the others
+
+    def _is_fresh(self) -> bool:
+        return self._read_at is not None and self._now() - self._read_at < _FRESH_SECONDS
+
+    async def _read_once(self) -> Value:
+        value = await self._read()
+        self._read_at = self._now()
+        return value
+
+
+class ModelCatalog:
+    """Registered models by served name. Adapters are found by their own names."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._models = SharedRead(client.models)
+
+    async def all(self) -> dict[str, RegisteredModel]:
+        """Return all models. Raises QueueUnavailableError if Redis is unavailable."""
+        return await self._models.get()
+
+    async def only(self, key: ApiKey) -> RegisteredModel | None:
+        """Return the model for a request that names none; None if the key may use several models, or none."""
+        usable = [model for name, model in (await self.all()).items() if key.may_use(name)]
+        return usable[0] if len(usable) == 1 else None
+
+    async def find(self, name: str | None, key: ApiKey) -> tuple[RegisteredModel, str | None]:
+        """Return the model that a request's `model` refers to, and the adapter if it is the name of one.
+
+        Raises ApiError 404 for a model that the key may not use, just as for one that does not exist.
+        """
+        if name is None:
+            raise invalid(f"model is required: {_LISTED}", param="model")
+        if not name:
+            raise invalid(f"model must not be empty: {_LISTED}", param="model")
+        models = await self.all()
+        if key.may_use(name):
+            if name in models:
+                return models[name], None
+            for model in models.values():
+                if name in model.loras:
+                    return model, name
+        raise unknown_model(name)
+
+
+class QueueView:
+    """The state of all queues as plain data."""
+
+    def __init__(self, client: AsyncClient, now: Callable[[], float] = time.monotonic) -> None:
+        self._client: Final = client
+        self._queues = SharedRead(self._read, now)
+
+    async def all(self) -> list[dict[str, Any]]:
+        """Return one entry per model, sorted by name. Raises QueueUnavailableError if Redis is unavailable."""
+        return await self._queues.get()
+
+    async def _read(self) -> list[dict[str, Any]]:
+        models = await self._client.models()
+        names = sorted(name for name in models if not name_problems("model", name))  # any producer can write it
+        levels = await self._client.queue_levels(names)
+        legible = [name for name, level in levels.items() if level.problem is None]
+        tenants = await self._client.queue_tenants(legible)
+        return [
+            {
+                "model": name,
+                **level.summary(tenants.get(name, {})),
+                "run_out": level.run_out,
+                "max_model_len": models[name].max_model_len,
+                "worker": models[name].worker,
+                "seen": models[name].seen,
+            }
+            for name, level in levels.items()
+        ]

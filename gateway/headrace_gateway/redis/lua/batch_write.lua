@@ -1,0 +1,16 @@
+-- KEYS: BATCH, TOKENS
+-- RIGHTS: BATCH
+-- ARGV: id, token, statuses, fields[], values[]
+-- token: of the claim. statuses: comma-separated, those in which it may be written.
+-- Returns '' if it was written, 'lost' if another claim holds the batch or it is gone, else its status.
+local status = redis.call('HGET', BATCH, 'status')
+if not status or redis.call('HGET', TOKENS, id) ~= token then
+  return 'lost'
+end
+if not string.find(',' .. statuses .. ',', ',' .. status .. ',', 1, true) then
+  return status
+end
+for i, field in ipairs(fields) do
+  redis.call('HSET', BATCH, field, values[i])
+end
+return ''

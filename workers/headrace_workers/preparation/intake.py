@@ -1,0 +1,281 @@
+"""Reads messages: `Incoming` holds the headers, and `Intake` checks the body.
+
+`Intake` runs in a preparation process. `PlainRequests` calls it on the event loop for small plain requests.
+"""
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Final, Literal
+
+from headrace_broker.client.tracing import CONTEXT_HEADERS
+from headrace_broker.content import loads
+from headrace_broker.messages import GenerateRequest
+from headrace_broker.results import ErrorInfo
+from headrace_broker.streams.listeners import is_abandon_after
+from headrace_engine.api.input_processor import InputProcessor
+from headrace_engine.requests.sampling_params import RequestOutputKind, SamplingParams
+from headrace_engine.text.chat import ChatOptions
+from headrace_wire.codes import ErrorCode
+from headrace_wire.errors import InvalidRequestError
+from headrace_wire.values import is_unicode
+from headrace_workers.errors import HeadraceWorkerError
+from headrace_workers.preparation.celery_request import CeleryRequest
+
+PROMPT_TAIL_CHARS = 64
+_LATEST_UNIX_TIME = 1e11
+_LINKED = (
+    "links, chains and chords are not supported, as the worker would start them with its own rights: send the next task"
+    " when the result is there"
+)
+_NO_TOOLS = "the chat template of this model does not support tools: describe them in a message, or leave tools out"
+MALFORMED = "the message is malformed: its body does not follow Celery's protocol 2"
+
+
+class RefusedError(HeadraceWorkerError):
+    """The request cannot be served, now or later."""
+
+    def __init__(self, code: str, message: str) -> None:
+        self.error = ErrorInfo(code, message)
+        super().__init__(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incoming:
+    """The headers of a message. Another process decodes its body."""
+
+    request_id: str
+    priority: int
+    redelivered: bool
+    enqueued_at: float | None
+    """Unix seconds by the producer's clock."""
+    queued_at: float | None = None
+    """When the message became available to workers, by the monotonic clock; None if unknown."""
+    clock: Literal["producer", "redis"] | None = None
+    """The source of `queued_at`: the producer's clock compared with this machine's, or Redis's clock only."""
+    tenant: str | None
+    cache_salt: str | None = None
+    """Further divides the tenant's part of the prefix cache."""
+    over_quota: int
+    """The tenant's quota if it is exceeded and this request must be refused; else 0."""
+    abandon_after: float | None = None
+    """Seconds without a subscriber heartbeat after which the request is cancelled."""
+    trace_headers: dict[str, Any] = field(repr=False, default_factory=dict)
+    deadline: float | None
+    """Unix seconds: the earlier of the message's expiry and the end of its time limit, which counts from receipt."""
+    step: int = 0
+    """Priority step of the list that held the message."""
+    preemptions: int = 0
+    """How often the request was preempted."""
+    delay: float = 0.0
+    """Seconds until the producer's ETA, by this machine's clock; 0 if it has passed."""
+
+    @classmethod
+    def read(cls, celery_request: CeleryRequest) -> "Incoming":
+        """Read the headers. An optional header with an invalid value counts as absent."""
+        headers = celery_request.request_dict
+        delivery = celery_request.delivery_info
+        priority = delivery.get("priority")
+        enqueued_at, due = _seconds(headers.get("enqueued_at")), celery_request.due
+        queued_at, clock = _queued_at(enqueued_at, due, celery_request.delivery.queued_at)
+        return cls(
+            request_id=celery_request.id,
+            priority=min(max(priority, 0), 9) if isinstance(priority, int) else 0,
+            redelivered=bool(delivery.get("redelivered")),
+            enqueued_at=enqueued_at,
+            queued_at=queued_at,
+            clock=clock,
+            trace_headers={name: headers[name] for name in CONTEXT_HEADERS if name in headers},
+            abandon_after=float(headers["abandon_after"]) if is_abandon_after(headers.get("abandon_after")) else None,
+            tenant=tenant_of(celery_request),
+            cache_salt=_text(headers.get("cache_salt")),
+            over_quota=celery_request.delivery.over_quota,
+            deadline=_deadline(celery_request.expires, celery_request.time_limits),
+            step=celery_request.delivery.step,
+            preemptions=celery_request.delivery.preemptions,
+            delay=max(0.0, due.timestamp() - time.time()) if isinstance(due, datetime) else 0.0,
+        )
+
+    @property
+    def waited(self) -> float | None:
+        """Seconds that the message waited in the queue; None if that is unknown, or if the request was preempted."""
+        return None if self.queued_at is None or self.preemptions else time.monotonic() - self.queued_at
+
+
+def tenant_of(celery_request: CeleryRequest) -> str | None:
+    """Get the tenant that the message names, or None."""
+    return _text(celery_request.request_dict.get("tenant"))
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) and is_unicode(value) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A request that is checked and tokenised; plain data."""
+
+    token_ids: list[int]
+    bad_words_token_ids: list[list[int]]
+    params: dict[str, Any]
+    given_numbers: dict[str, float]
+    """The numeric sampling parameters that the message itself sets."""
+    is_chat: bool
+    lora: str | None
+    prompt_tail: str | None
+    """The end of a rendered chat; None for other prompts."""
+
+
+class Intake:
+    """Checks whether the engine can serve a message's body. It has no side effects."""
+
+    def __init__(self, processor: InputProcessor, served_names: Sequence[str]) -> None:
+        self._processor = processor
+        self._served_names = served_names
+
+    def process(self, request_id: str, body: Any) -> Prepared:
+        """Check a decoded body and tokenise its prompt.
+
+        Raises:
+            RefusedError: with the error code and message for the client.
+        """
+        if not _is_protocol_2(body):
+            raise RefusedError(ErrorCode.INVALID_REQUEST, MALFORMED)
+        args, kwargs, embed = body
+        if any(embed.values()):
+            raise RefusedError(ErrorCode.INVALID_REQUEST, _LINKED)
+        if args:
+            raise RefusedError(ErrorCode.INVALID_REQUEST, "positional arguments are not allowed; use keyword arguments")
+        try:
+            request = GenerateRequest.parse(kwargs)
+            if request.model is not None and request.model not in self._served_names:
+                served = " and ".join(self._served_names)
+                message = f"model {request.model!r} is not served here; this queue serves {served}"
+                raise RefusedError(ErrorCode.MODEL_NOT_FOUND, message)
+            return self._check(request_id, request)
+        except InvalidRequestError as error:
+            raise RefusedError(error.code, str(error)) from error
+
+    def _check(self, request_id: str, request: GenerateRequest) -> Prepared:
+        given = {**self._processor.model_info.default_sampling_params, **request.sampling_params}
+        params = SamplingParams.from_dict({**given, "output_kind": RequestOutputKind.DELTA})
+        if request.messages is not None:
+            check_tools(request, self._processor)
+            checked = self._processor.check_chat(request.messages, params, ChatOptions(**request.chat_options))
+        else:
+            checked = self._processor.check(prompt_of(request, self._processor), params)
+        if params.seed is None:
+            # Derived from the id, so that another worker draws the same numbers.
+            params.seed = seed_of(request_id)
+        if params.allowed_token_ids is not None:  # a list may name a token many times
+            params.allowed_token_ids = list(dict.fromkeys(params.allowed_token_ids))
+        return Prepared(
+            token_ids=checked.token_ids,
+            bad_words_token_ids=checked.bad_words_token_ids,
+            params=params.to_dict(),
+            given_numbers={
+                name: value for name, value in request.sampling_params.items() if isinstance(value, int | float)
+            },
+            is_chat=request.messages is not None,
+            lora=request.lora,
+            prompt_tail=(checked.text or "")[-PROMPT_TAIL_CHARS:] if request.messages is not None else None,
+        )
+
+
+def check_tools(request: GenerateRequest, processor: InputProcessor) -> None:
+    """Raise RefusedError if the request has tools and the chat template does not support them."""
+    if request.tools and not processor.shows_tools:
+        raise RefusedError(ErrorCode.UNSUPPORTED, _NO_TOOLS)
+
+
+def prompt_of(request: GenerateRequest, processor: InputProcessor) -> str | list[int]:
+    """Return the prompt of a request that is no chat. An empty text becomes the model's start token."""
+    prompt = request.prompt if request.prompt is not None else request.prompt_token_ids
+    assert prompt is not None
+    return processor.start_ids if prompt == "" else prompt
+
+
+def _is_protocol_2(body: Any) -> bool:
+    """Whether it is [args, kwargs, embed], of the right types."""
+    if not isinstance(body, list | tuple) or len(body) != 3:
+        return False
+    args, kwargs, embed = body
+    return isinstance(args, list | tuple) and isinstance(kwargs, dict) and isinstance(embed, dict)
+
+
+def _deadline(expires: Any, time_limits: Any) -> float | None:
+    """Get the earliest of Celery's `expires` and its hard and soft time limits, which count from now."""
+    moments = [expires.timestamp()] if isinstance(expires, datetime) else []
+    moments += [time.time() + limit for limit in map(_seconds, time_limits) if limit is not None]
+    return min(moments, default=None)
+
+
+def _queued_at(
+    enqueued_at: float | None, eta: Any, by_redis: float | None
+) -> tuple[float | None, Literal["producer", "redis"] | None]:
+    """Get when a message began to wait, by the monotonic clock, and the source of that time.
+
+    A producer's clock may be wrong, so a wait is never shorter than the one that Redis measured. A message with an ETA
+    begins to wait at its ETA.
+    """
+    if enqueued_at is None:
+        return by_redis, None if by_redis is None else "redis"
+    since = max(enqueued_at, eta.timestamp()) if isinstance(eta, datetime) else enqueued_at
+    now = time.monotonic()
+    by_producer = now - max(0.0, time.time() - since)
+    if by_redis is None or by_producer <= by_redis:
+        return by_producer, "producer"
+    return by_redis, "redis"
+
+
+def _seconds(value: Any) -> float | None:
+    """Read a producer's time or time limit; None for an invalid one, such as NaN or a number beyond floats."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LATEST_UNIX_TIME:
+        return float(value)
+    return None
+
+
+def seed_of(request_id: str) -> int:
+    """Make the seed of a request that has none: a 64-bit digest of its id."""
+    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+_MAX_BODY_BYTES: Final = 4096
+_MAX_CHARS: Final = 1000
+"""A tokenizer takes at most 2 ms for a prompt of this length."""
+_FIELDS: Final = {"prompt", "prompt_token_ids", "sampling_params", "model", "lora"}
+_LISTS: Final = ("stop", "stop_token_ids")
+
+
+class PlainRequests:
+    """Prepares the messages of `Preparation` that need no process.
+
+    Args:
+        processor: without logits processors, which may take any time to check a request.
+    """
+
+    def __init__(self, processor: InputProcessor, served_names: Sequence[str]) -> None:
+        self._intake = Intake(processor, served_names)
+
+    def prepare(self, request_id: str, content_type: str, body: bytes | str) -> Prepared | None:
+        """Prepare a request. Returns None if it is not small and plain, or is invalid: a process then handles it."""
+        if len(body) > _MAX_BODY_BYTES:
+            return None
+        try:
+            decoded = loads(body, content_type)
+            return self._intake.process(request_id, decoded) if _is_plain(decoded) else None
+        except Exception:  # noqa: BLE001  # the process raises it again, and answers the request
+            return None
+
+
+def _is_plain(body: Any) -> bool:
+    _, kwargs, _ = body
+    if not kwargs.keys() <= _FIELDS:
+        return False
+    prompt = kwargs.get("prompt")
+    if prompt is not None and not (isinstance(prompt, str) and len(prompt) <= _MAX_CHARS):
+        return False
+    params = kwargs.get("sampling_params") or {}
+    return all(name in _LISTS or value is None or isinstance(value, int | float) for name, value in params.items())

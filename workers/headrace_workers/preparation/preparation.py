@@ -1,0 +1,306 @@
+"""`Preparation`: the messages that this worker has taken but not checked yet.
+
+    begin --plain------------prepared--> adapter's folder --> `ready`
+      +---> quick lane ------prepared-->
+                 |  `slow`
+                 +--> slow lane, tenants in turn --prepared-->
+
+Small messages go to a process that spends a fraction of a second on each, so that no long prompt, new grammar or
+endless chat template of one tenant delays them. Messages that need more go to a second process. The smallest need no
+process; see `PlainRequests`. Runs on the event loop's thread only.
+"""
+
+import itertools
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any, Final
+
+from headrace_engine.requests.lora_request import LoRARequest
+from headrace_wire.codes import ErrorCode
+from headrace_workers.engine_link.adapters import Adapters
+from headrace_workers.preparation.celery_request import CeleryRequest
+from headrace_workers.preparation.file_lookups import FileLookups
+from headrace_workers.preparation.intake import Incoming, PlainRequests, Prepared, RefusedError
+from headrace_workers.preparation.lane import MakeLane
+from headrace_workers.preparation.process import QUICK_BODY_BYTES
+from headrace_workers.preparation.tokenizer_answers import error_answer
+
+ADAPTER_SECONDS: Final = 5.0
+"""A request is refused if the file system does not answer within this time."""
+POSTPONE_SECONDS: Final = 1.0
+
+
+class _Calls(Enum):
+    """Takes the place of a tenant, for all tokenizer calls together."""
+
+    CALLS = 0
+
+
+@dataclass(slots=True, eq=False)
+class Preparing:
+    """One message, from its receipt to the claim of its stream."""
+
+    number: int
+    incoming: Incoming
+    celery_request: CeleryRequest
+    is_slow: bool = False
+    prepared: Prepared | None = None
+    """Set while the message waits only for its adapter."""
+    since: float = field(default_factory=time.monotonic)
+    """When the search for the adapter began."""
+
+    @property
+    def request_id(self) -> str:
+        return self.incoming.request_id
+
+    @property
+    def body(self) -> list[Any]:
+        request = self.celery_request
+        return [self.request_id, request.content_type, request.body]
+
+
+class Preparation:
+    """Prepares messages. Passes each to one of the four callbacks below, and then no longer holds it.
+
+    Args:
+        make_lane: makes the two lanes; the slow one gets one message at a time.
+        max_messages: messages held at once. At most half may be slow, and at most a quarter slow and of one tenant.
+        ready: called with the message, the prepared request and its adapter.
+        refused: called with the message and the reason why it cannot be served.
+        undecodable: called with a message whose body does not match its content type, and the problem.
+        postponed: called with a slow message for which there is no room now.
+    """
+
+    def __init__(
+        self,
+        make_lane: MakeLane,
+        adapters: Adapters,
+        served_name: str,
+        *,
+        max_messages: int,
+        ready: Callable[[Preparing, Prepared, LoRARequest | None], None],
+        refused: Callable[[Preparing, Exception], None],
+        undecodable: Callable[[Preparing, str], None],
+        postponed: Callable[[Preparing], None],
+    ) -> None:
+        # The quick process compiles no grammar.
+        self._quick = make_lane(is_quick=True, on_answer=self._on_answer, on_verdict=lambda _grammar, _problem: None)
+        self._slow = make_lane(is_quick=False, on_answer=self._on_answer, on_verdict=self._quick.learn)
+        self._plain: PlainRequests | None = None
+        self._lookups = FileLookups()
+        self._adapters = adapters
+        self._served_name = served_name
+        self._max_slow = max(1, max_messages // 2)
+        self._max_slow_of_tenant = max(1, max_messages // 4)
+        self._ready = ready
+        self._refused = refused
+        self._undecodable = undecodable
+        self._postponed = postponed
+        self._numbers = itertools.count(1)
+        self._held: dict[int, Preparing] = {}
+        self._by_id: dict[str, Preparing] = {}
+        self._waiting: OrderedDict[str | _Calls | None, deque[Preparing | int]] = OrderedDict()
+        """Work for the slow lane by tenant; the first tenant is next. Tokenizer calls are numbers, under `_Calls`."""
+        self._in_slow_lane: int | None = None
+        self._calls: dict[int, tuple[str, bytes, Callable[[bytes], None]]] = {}
+        """Tokenizer calls by number. Their numbers are below 0."""
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_choices(self) -> int:
+        """Number of choices of the held messages, as far as the queue knows."""
+        return sum(message.celery_request.delivery.choices for message in self._held.values())
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether a lane's process does not start. Messages wait there until one does."""
+        return self._quick.is_failing or self._slow.is_failing
+
+    def get(self, request_id: str) -> Preparing | None:
+        return self._by_id.get(request_id)
+
+    def start(self) -> None:
+        """Start the lanes' processes."""
+        self._quick.start()
+        self._slow.start()
+
+    def attach(self, hub: Any) -> None:
+        """Run in this event loop; called again after each reconnect."""
+        self._lookups.attach(hub)
+        self._quick.attach(hub)
+        self._slow.attach(hub)
+
+    def configure(self, settings: dict[str, Any], plain: PlainRequests | None) -> None:
+        """Set the processes' settings (see `preparation_process.make_preparer`) and the preparer of plain requests."""
+        self._plain = plain
+        self._quick.configure({**settings, "is_quick": True})
+        self._slow.configure({**settings, "is_quick": False})
+
+    def begin(self, incoming: Incoming, celery_request: CeleryRequest) -> None:
+        """Take a message and start to prepare it."""
+        message = Preparing(next(self._numbers), incoming, celery_request)
+        prepared = self._prepare_plain(message)
+        self._held[message.number] = self._by_id[message.request_id] = message
+        if prepared is not None:
+            self._find_adapter(message, prepared)
+        elif len(celery_request.body) <= QUICK_BODY_BYTES:
+            self._quick.submit(message.number, message.body)
+        else:
+            self._begin_slow(message)
+
+    def _prepare_plain(self, message: Preparing) -> Prepared | None:
+        """Prepare a plain message here. Returns None if a process must, or if it would overtake the quick lane."""
+        if self._plain is None or any(not other.is_slow for other in self._held.values()):
+            return None
+        return self._plain.prepare(*message.body)
+
+    def answer_call(self, kind: str, body: bytes, answered: Callable[[bytes], None]) -> None:
+        """Let the lanes answer a tokenizer call, as well as messages; see `tokenizer_answers.py`."""
+        number = -next(self._numbers)
+        self._calls[number] = kind, body, answered
+        if len(body) <= QUICK_BODY_BYTES:
+            self._quick.submit(number, [kind, body])
+        else:
+            self._wait_for_slow_lane(_Calls.CALLS, number)
+
+    def drop(self, message: Preparing) -> None:
+        """Forget a message. The caller must settle it. A later answer of a lane for it is ignored."""
+        del self._held[message.number], self._by_id[message.request_id]
+        waiting = self._waiting.get(message.incoming.tenant)
+        if waiting is not None and message in waiting:
+            waiting.remove(message)
+            if not waiting:
+                del self._waiting[message.incoming.tenant]
+
+    def drop_all(self) -> list[Preparing]:
+        """Drop all messages and return them in the order of receipt."""
+        dropped = list(self._held.values())
+        for message in dropped:
+            self.drop(message)
+        return dropped
+
+    def heartbeat(self) -> list[Preparing]:
+        """Once a second: end processes and messages that take too long. Returns the messages that remain."""
+        self._quick.check()
+        self._slow.check()
+        for message in list(self._held.values()):
+            if message.prepared is not None and time.monotonic() - message.since > ADAPTER_SECONDS:
+                self.drop(message)
+                folder = f"the folder of LoRA adapter {message.prepared.lora!r}"
+                problem = f"{folder} could not be read within {ADAPTER_SECONDS:g} s"
+                self._refused(message, RefusedError(ErrorCode.ENGINE_ERROR, problem))
+        return list(self._held.values())
+
+    def close(self) -> None:
+        self._quick.close()
+        self._slow.close()
+
+    # -- answers --------------------------------------------------------------------------------------------------
+
+    def _on_answer(self, number: int, answer: list[Any]) -> None:
+        kind, *values = answer
+        if number == self._in_slow_lane:
+            self._in_slow_lane = None
+        message = self._held.get(number)
+        try:
+            if number < 0:
+                self._on_call_answered(number, kind, values)
+            elif message is not None:  # else it was dropped meanwhile
+                self._take_answer(message, kind, values)
+        finally:  # last: an error in the next message must not lose the answer to this one
+            self._feed_slow_lane()
+
+    def _on_call_answered(self, number: int, kind: str, values: list[Any]) -> None:
+        if kind == "slow":
+            self._wait_for_slow_lane(_Calls.CALLS, number)
+            return
+        _, _, answered = self._calls.pop(number)
+        answered(values[0] if kind == "answered" else error_answer(*values))
+
+    def _take_answer(self, message: Preparing, kind: str, values: list[Any]) -> None:
+        if kind == "slow":
+            self._begin_slow(message)
+        elif kind == "prepared":
+            self._find_adapter(message, Prepared(**values[0]))
+        else:
+            self.drop(message)
+            if kind == "undecodable":
+                self._undecodable(message, *values)
+            elif kind == "refused":
+                self._refused(message, RefusedError(*values))
+            else:
+                self._refused(message, PreparationError(*values))
+
+    def _begin_slow(self, message: Preparing) -> None:
+        tenant = message.incoming.tenant
+        slow = [other.incoming.tenant for other in self._held.values() if other.is_slow]
+        if len(slow) >= self._max_slow or slow.count(tenant) >= self._max_slow_of_tenant:
+            self.drop(message)
+            self._postponed(message)
+            return
+        message.is_slow = True
+        self._wait_for_slow_lane(tenant, message)
+
+    def _wait_for_slow_lane(self, tenant: str | _Calls | None, work: Preparing | int) -> None:
+        self._waiting.setdefault(tenant, deque()).append(work)
+        self._feed_slow_lane()
+
+    def _feed_slow_lane(self) -> None:
+        while self._in_slow_lane is None and self._waiting:
+            tenant, waiting = self._waiting.popitem(last=False)
+            message = waiting.popleft()
+            if waiting:
+                self._waiting[tenant] = waiting  # behind the other tenants
+            if isinstance(message, int):
+                self._in_slow_lane = message
+                self._slow.submit(message, [*self._calls[message][:2]])
+                continue
+            self._in_slow_lane = message.number
+            try:
+                self._slow.submit(message.number, message.body)
+            except Exception as error:  # noqa: BLE001  # not sent: answer it and continue with the next one
+                self._in_slow_lane = None
+                self.drop(message)
+                self._refused(message, error)
+
+    # -- adapters -------------------------------------------------------------------------------------------------
+
+    def _find_adapter(self, message: Preparing, prepared: Prepared) -> None:
+        if prepared.lora is None:
+            self.drop(message)
+            self._ready(message, prepared, None)
+            return
+        message.prepared, message.since = prepared, time.monotonic()
+        find, found = partial(self._adapters.find, prepared.lora), partial(self._adapter_found, prepared.lora)
+        if not self._lookups.submit(prepared.lora, find, found):
+            self.drop(message)
+            problem = "the folders of LoRA adapters cannot be read at the moment"
+            self._refused(message, RefusedError(ErrorCode.ENGINE_ERROR, problem))
+
+    def _adapter_found(self, name: str, adapter: LoRARequest | None) -> None:
+        """Continue all messages that wait for this adapter."""
+        for message in list(self._held.values()):
+            prepared = message.prepared
+            if prepared is None or prepared.lora != name or message.number not in self._held:
+                continue
+            self.drop(message)
+            if adapter is None:
+                problem = f"{self._served_name} has no LoRA adapter named {name!r}"
+                self._refused(message, RefusedError(ErrorCode.INVALID_REQUEST, problem))
+            else:
+                self._ready(message, prepared, adapter)
+
+
+class PreparationError(Exception):
+    """An unexpected error in the preparation process, with its type and where it was raised."""
+
+    def __init__(self, kind: str, raised: Any) -> None:
+        self.kind = kind
+        self.raised = raised
+        super().__init__(kind)

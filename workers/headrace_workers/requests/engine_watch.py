@@ -1,0 +1,184 @@
+"""`EngineWatch`: the engine as this worker knows it, and what follows from the engine's events.
+
+    engine --outputs, losses--> `InFlight` --text, chunks--> `Settlement`
+
+Runs on the thread of Celery's event loop only.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import redis
+import structlog
+
+from headrace_broker.models.registry import register_model
+from headrace_broker.server.connections import REDIS_ERRORS
+from headrace_engine.api.input_processor import InputProcessor
+from headrace_engine.core.outputs import EngineCoreOutputs, StepStats
+from headrace_engine.options.capabilities import EngineCapabilities
+from headrace_engine.runner.contracts import ModelInfo
+from headrace_monitoring.health import WorkerHealth
+from headrace_monitoring.metrics import Metrics
+from headrace_wire.codes import EngineDeathCause
+from headrace_workers.engine_link.supervisor import EngineEvents, EngineSupervisor
+from headrace_workers.preparation.intake import PlainRequests
+from headrace_workers.requests.in_flight import InFlight
+from headrace_workers.requests.service_state import ServedModel, ServiceState
+
+logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
+
+Configure = Callable[[dict[str, Any], PlainRequests | None], None]
+"""Configures the preparation of messages; see `Preparation.configure`."""
+
+
+class EngineWatch:
+    """Implements `EngineEvents`.
+
+    Args:
+        client: Redis for the registry.
+        supervise: makes the engine's supervisor, which reports engine events to this object.
+        run: makes the requests in flight, which run in the supervisor's engine.
+        configure: called once, when the first engine is ready.
+        end_worker: called with the reason when the worker cannot continue with its engine.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        client: "redis.Redis",
+        state: ServiceState,
+        metrics: Metrics,
+        health: WorkerHealth,
+        *,
+        worker_name: str,
+        supervise: Callable[[EngineEvents], EngineSupervisor],
+        run: Callable[[EngineSupervisor], InFlight],
+        configure: Configure,
+        end_worker: Callable[[str], None],
+    ) -> None:
+        self._model = model
+        self._client = client
+        self._state = state
+        self._metrics = metrics
+        self._health = health
+        self._worker_name = worker_name
+        self._configure = configure
+        self._end_worker = end_worker
+        self.supervisor = supervise(self)
+        self.in_flight = run(self.supervisor)
+        self.processor: InputProcessor | None = None
+        """None until the first engine is ready, as are the two below."""
+        self.model_info: ModelInfo
+        self.capabilities: EngineCapabilities
+        self._formats: dict[str, Any] = {}
+        self.num_waiting = 0
+        """Requests that wait in the engine, as its last step said."""
+        self._last_step = StepStats()
+        self.is_given_up = False
+        """The engine cannot be kept alive."""
+
+    def on_engine_ready(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None:
+        if self.processor is None:
+            if not (capabilities.cache_salt or self._model.share_prefix_cache):
+                self._end_worker(
+                    f"the engine {self._model.engine} cannot separate the prefix caches of tenants: set"
+                    " HEADRACE_SHARE_PREFIX_CACHE=true or HEADRACE_ENABLE_PREFIX_CACHING=false"
+                )
+                return
+            self._use_first_engine(model_info, capabilities)
+        elif self.model_info.weights and model_info.weights not in ("", self.model_info.weights):
+            # The running requests began with the files that the previous engine process loaded.
+            self._end_worker(
+                "the model's files were replaced while the worker ran: its engine has loaded weights"
+                f" {model_info.weights} after {self.model_info.weights}; start the worker again"
+            )
+            return
+        elif capabilities != self.capabilities:
+            self._end_worker(
+                f"the engine {self._model.engine} was replaced while the worker ran, and has other capabilities;"
+                " start the worker again"
+            )
+            return
+        self.model_info = model_info
+        self._metrics.model_loaded(
+            architecture=model_info.architecture,
+            dtype=model_info.dtype,
+            device=model_info.device,
+            attention=model_info.attention,
+            engine=self._model.engine,
+            engine_version=capabilities.version,
+        )
+        self.num_waiting = 0
+        self._metrics.engine_up(True)
+        self._state.show(engine_is_ready=True)
+        self.register_model()
+        self.in_flight.send_chosen()
+
+    def _use_first_engine(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None:
+        """Configure the worker for its first engine process. Later processes must match it."""
+        tokenizer, parts = self.supervisor.tokenizer, self.supervisor.tokenizer_parts
+        self.processor = InputProcessor(model_info, tokenizer, engine=self._model.engine, capabilities=capabilities)
+        self.capabilities = capabilities
+        self.in_flight.use_engine(capabilities)
+        self._metrics.steps_report_only(capabilities.stats)
+        self._formats = self._model.answer_formats.of(parts, tokenizer)
+        settings = {
+            **self._model.preparation_settings,
+            "served_names": list(self._model.names),
+            "engine": self._model.engine,
+            "tokenizer": asdict(parts),
+            "model_info": asdict(model_info),
+            "capabilities": capabilities.to_wire(),
+        }
+        plain = None if settings["logits_processors"] else PlainRequests(self.processor, self._model.names)
+        self._configure(settings, plain)
+
+    def on_engine_outputs(self, outputs: EngineCoreOutputs) -> None:
+        # A request that waits for its adapter does not mean that slots or memory are short.
+        self.num_waiting = outputs.stats.waiting - sum(waits for _, waits in outputs.stats.lora_requests.values())
+        self._last_step = outputs.stats
+        self._metrics.step(outputs.stats)
+        self._health.stepped()
+        self.in_flight.publish(outputs)
+
+    def on_engine_lost(self, reason: str, cause: EngineDeathCause, *, was_ready: bool) -> None:
+        self._metrics.engine_up(False)
+        self._metrics.engine_restarted(cause)
+        self._state.show(engine_is_ready=False)
+        self.in_flight.engine_lost(reason, was_ready=was_ready)
+
+    def on_engine_given_up(self, reason: str) -> None:
+        self.is_given_up = True
+        self._end_worker(reason)
+
+    def register_model(self) -> None:
+        """Publish in Redis that this worker serves its model."""
+        try:
+            for name in self._model.names:
+                register_model(
+                    self._client,
+                    name,
+                    max_model_len=self.model_info.max_model_len,
+                    worker=self._worker_name,
+                    seen=time.time(),
+                    weights=self.model_info.weights,
+                    loras=self._model.adapters.names,
+                    tokenizer_calls=True,
+                    **self._formats,
+                )
+        except REDIS_ERRORS as error:
+            logger.warning("model not registered", error=str(error))
+
+    def stats(self) -> dict[str, Any]:
+        """Give numbers and states to an operator. None stands for a number that the engine does not report."""
+        levels = ("running", "waiting", "kv_blocks_used", "kv_blocks_total")
+        reported = levels if self.processor is None else self.capabilities.stats
+        return {
+            "name": self._model.engine,
+            "pid": self.supervisor.pid,
+            "ready": self.supervisor.is_ready,
+            **{name: getattr(self._last_step, name) if name in reported else None for name in levels},
+            "isolating": self.in_flight.isolation.alone is not None,
+        }

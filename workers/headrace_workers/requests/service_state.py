@@ -1,0 +1,86 @@
+"""What this worker serves, and whether it takes messages now."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from headrace_engine.options.config import OWN_ENGINE
+from headrace_monitoring.health import WorkerHealth
+from headrace_monitoring.labels import WorkerState
+from headrace_monitoring.metrics import Metrics
+from headrace_workers.engine_link.adapters import Adapters
+from headrace_workers.preparation.answer_formats import AnswerFormats
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    names: Sequence[str]
+    """Each name is a queue; the first one is the model's own."""
+    adapters: Adapters
+    max_num_seqs: int
+    """Choices that the engine runs at once."""
+    max_delay_seconds: float
+    """How far ahead a message's ETA may lie."""
+    preparation_settings: Mapping[str, Any]
+    """The lanes' settings, except the engine's; see `preparation.process.make_preparer`."""
+    engine: str = OWN_ENGINE
+    share_prefix_cache: bool = False
+    """Let requests reuse cached prefixes of other tenants' prompts."""
+    answer_formats: AnswerFormats = field(default_factory=AnswerFormats)
+    """The formats in which the model writes tool calls and reasoning, for clients."""
+
+
+logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Drain:
+    """What a drain has done with the worker's requests."""
+
+    began: float
+    """Monotonic seconds."""
+    running: int
+    """Requests that ran when it began."""
+    stopped: int = 0
+    """Running requests that were requeued."""
+    requeued: int = 0
+    """Requests that were requeued before they ran."""
+
+    def log_finished(self, still_running: int) -> None:
+        """Log what became of the requests since the drain began."""
+        logger.info(
+            "drain finished",
+            ended=max(0, self.running - self.stopped - still_running),
+            requeued=self.requeued + self.stopped,
+            seconds=round(time.monotonic() - self.began, 1),
+        )
+
+
+class ServiceState:
+    """A drain ends with the process, a pause with `Dispatcher.resume`."""
+
+    def __init__(self, metrics: Metrics, health: WorkerHealth) -> None:
+        self._metrics = metrics
+        self._health = health
+        self.is_paused = False
+        self.drain: Drain | None = None
+
+    @property
+    def is_draining(self) -> bool:
+        return self.drain is not None
+
+    @property
+    def takes_messages(self) -> bool:
+        """Whether messages are taken as long as the engine has room."""
+        return not (self.is_paused or self.is_draining)
+
+    def show(self, *, engine_is_ready: bool) -> None:
+        """Set metrics and health; call it after each change."""
+        state: WorkerState = "draining"
+        if self.takes_messages:
+            state = "ready" if engine_is_ready else "loading"
+        self._metrics.worker_state(state)
+        self._health.state(state)

@@ -1,0 +1,278 @@
+"""`Settlement`: ends a request. It ends the stream, then stores the result, then acknowledges the message.
+
+Because of this order, a client that sees a result finds a complete stream. If a worker dies in between, the next
+delivery of the message is answered from its stream. All methods are called on the thread of Celery's event loop. Only
+the end-of-task work of a request runs on the finisher's thread.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import structlog
+
+from headrace_broker.content import answer_type
+from headrace_broker.errors import MalformedEntryError
+from headrace_broker.queue.dead_letters import DeadLetter
+from headrace_broker.results import ErrorInfo, GenerateResult, Usage
+from headrace_broker.server.connections import REDIS_ERRORS, is_fault_of_server
+from headrace_broker.streams.events import EndEvent, StreamEvent
+from headrace_broker.streams.writer import Ending, StreamClaim, StreamWriter
+from headrace_monitoring.metrics import SERVED, Metrics
+from headrace_wire.codes import DeadLetterReason, ErrorCode, FinishReason
+from headrace_workers.preparation.celery_request import CeleryRequest
+from headrace_workers.preparation.intake import MALFORMED, Incoming, tenant_of
+from headrace_workers.requests.finisher import Finisher
+from headrace_workers.requests.job import Job, recorded_result, recorded_usage
+from headrace_workers.requests.tracing import RequestTracing
+
+logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
+
+StoreResult = Callable[[str, dict[str, Any], str], None]
+
+CANCELLED = ErrorInfo(ErrorCode.CANCELLED, "the request was cancelled")
+EXPIRED = ErrorInfo(ErrorCode.EXPIRED, "the deadline passed before the request was complete")
+_GONE = ErrorInfo(ErrorCode.EXPIRED, "the stream has expired or was deleted")
+
+
+class Settlement:
+    """Finishes requests. It ends the streams of requests that never ran here; `in_flight.py` ends those of the others.
+
+    Args:
+        store_result: stores a result without Celery's task. Takes request id, result and content type; called on the
+            finisher's thread.
+        on_refused: called with the reason when Redis refuses what the worker writes.
+    """
+
+    def __init__(
+        self,
+        writer: StreamWriter,
+        metrics: Metrics,
+        store_result: StoreResult,
+        tracing: RequestTracing,
+        on_refused: Callable[[str], None],
+    ) -> None:
+        self._writer = writer
+        self._metrics = metrics
+        self._tracing = tracing
+        self._store_result = store_result
+        self._finisher = Finisher()
+        self._hub: Any = None
+        self._unended: dict[str, Callable[[], None]] = {}
+        """Ends the streams of requests, by id, whose end Redis has refused. The heartbeat retries them."""
+        self.redis_refuses = False
+        """Redis failed on a request's stream or result; take no messages until the next heartbeat."""
+        self.on_refused = on_refused
+
+    def attach(self, hub: Any) -> None:
+        """Run in this event loop; called again after each reconnect."""
+        self._hub = hub
+
+    def call_soon(self, callback: Callable[[], object]) -> None:
+        """Call it on the event loop's thread; may be called from any thread."""
+        self._hub.call_soon(callback)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left to end, to store or to acknowledge."""
+        return not (self._finisher.busy or self._unended)
+
+    def heartbeat(self) -> None:
+        """Once a second: let the worker try Redis again, and end the streams whose end was refused."""
+        self.redis_refuses = False
+        for end in list(self._unended.values()):
+            end()
+            if self.redis_refuses:
+                return
+
+    def stop(self) -> None:
+        self._finisher.stop()
+
+    # -- requests that ran here ------------------------------------------------------------------------------------
+
+    def finish(self, job: Job, outcome: FinishReason, result: GenerateResult) -> None:
+        """Store and announce the result of a job whose stream has ended, and acknowledge its message."""
+        self._finish_job(job, outcome, partial(job.celery_request.finish, result.to_wire()))
+
+    def finish_revoked(self, job: Job) -> None:
+        """As `finish`, for a job that Celery has revoked. Celery stores its own result."""
+        self._finish_job(job, "cancelled", job.celery_request.announce_terminated)
+
+    def finish_refused(self, job: Job, *, is_gone: bool) -> None:
+        """As `finish`, for a job whose stream a client has ended, or whose stream is gone."""
+        if not is_gone:
+            self.finish(job, "cancelled", job.result(CANCELLED))
+            return
+        logger.warning("stream deleted under a running request", **job.log_fields)
+        self._metrics.stream_gone()
+        try:
+            self._writer.mark_gone(job.request_id)  # so that a later subscriber does not wait for it
+        except REDIS_ERRORS as failure:
+            logger.warning("stream not marked as gone", **job.log_fields, error=type(failure).__name__)
+        self.finish(job, "expired", job.result(_GONE))
+
+    # -- requests that never ran here -----------------------------------------------------------------------------
+
+    def finish_ended(self, celery_request: CeleryRequest, claim: StreamClaim, ended: EndEvent) -> None:
+        """Finish a request whose stream has ended, but whose result or acknowledgement is missing."""
+        logger.info(
+            "request had ended already",
+            request_id=celery_request.id,
+            attempt=claim.attempt,
+            finish_reason=ended.finish_reason,
+        )
+        if ended.finish_reason == "cancelled":
+            self._metrics.request_refused("cancelled", tenant_of(celery_request))
+        result = recorded_result(celery_request.id, claim.entries, ended)
+        celery_request.cost(_tokens_of(ended.usage or recorded_usage(claim.entries)))
+        self._finish(celery_request, partial(celery_request.finish, result.to_wire()))
+
+    def refuse(self, incoming: Incoming, error: ErrorInfo, celery_request: CeleryRequest) -> None:
+        """Answer a request that cannot be served with an error in its stream and in its result."""
+        logger.info("request refused", request_id=incoming.request_id, code=error.code)
+        if not self._end_stream_of(celery_request, "rejected", error):
+            return
+        self._metrics.request_refused("rejected", incoming.tenant)
+        result = GenerateResult(incoming.request_id, [], None, error).to_wire()
+        self._finish(celery_request, partial(celery_request.finish, result))
+
+    def reject_duplicate(self, request_id: str, celery_request: CeleryRequest) -> None:
+        """Dead-letter a message whose request id belongs to another message. The other one is not affected."""
+        logger.warning("request id belongs to another message", request_id=request_id)
+        celery_request.dead_letter(DeadLetterReason.DUPLICATE_ID)
+
+    def return_to_queue(self, celery_request: CeleryRequest, error: Exception) -> None:
+        """Return a request whose stream Redis refused. The delivery counts unless the server is at fault."""
+        is_own = self._is_own_fault(error)
+        logger.warning("request returned to the queue", request_id=celery_request.id, error=str(error))
+        self._metrics.message_returned("stream_refused" if is_own else "redis")
+        celery_request.requeue(is_counted=is_own)
+        if not is_own:
+            self._pause(error)
+
+    def _is_own_fault(self, error: Exception) -> bool:
+        """Whether Redis refused a stream because of that stream."""
+        return not is_fault_of_server(error) and self._writer.takes_writes()
+
+    def _pause(self, error: Exception) -> None:
+        """Take no messages until the next heartbeat, as Redis refuses to serve."""
+        self.redis_refuses = True
+        self.on_refused(str(error))
+
+    def refuse_malformed(
+        self, request_id: str, content: str, why: str = MALFORMED, content_type: object = None
+    ) -> None:
+        """Answer a message that Celery could not read. The consumer rejects the message."""
+        self._metrics.request_refused("rejected")
+        error = ErrorInfo(ErrorCode.INVALID_REQUEST, why)
+        self._end_stream(request_id, "rejected", error, content, answer_type(content_type))
+
+    def dead_letter(self, letter: DeadLetter) -> None:
+        """Answer a message that became a dead letter, for clients that wait for its stream or result."""
+        self._metrics.dead_lettered(letter.reason)
+        if letter.answered_id is not None:
+            self._end_stream(letter.answered_id, "error", letter.error, letter.content, letter.content_type)
+
+    def revoked_in_queue(self, celery_request: CeleryRequest, reason: str, announce: Callable[[], None]) -> None:
+        """Finish a request that Celery dropped before it began: it was revoked, or its deadline had passed."""
+        outcome: FinishReason = "expired" if reason == "expired" else "cancelled"
+        if not self._end_stream_of(celery_request, outcome, EXPIRED if outcome == "expired" else CANCELLED):
+            return
+        self._metrics.request_refused(outcome, tenant_of(celery_request))
+        self._finish(celery_request, announce)
+
+    def _end_stream_of(self, celery_request: CeleryRequest, finish_reason: str, error: ErrorInfo) -> bool:
+        """End the stream of a request that this worker does not run, and charge its tenant for the tokens it has.
+
+        Returns False, with the message settled, if the caller must not answer: the stream had ended, belongs to
+        another message, or Redis refuses it.
+        """
+        request_id = celery_request.id
+        try:
+            ending = self._writer.end_unclaimed(request_id, finish_reason, error, celery_request.delivery.content)
+            entries = [] if ending is Ending.OF_ANOTHER_MESSAGE else self._writer.recorded(request_id)
+        except MalformedEntryError:
+            entries = []
+        except REDIS_ERRORS as failure:
+            self.return_to_queue(celery_request, failure)
+            return False
+        if ending is Ending.OF_ANOTHER_MESSAGE:
+            self.reject_duplicate(request_id, celery_request)
+        elif ending is Ending.HAD_ENDED:
+            self._finish_recorded(celery_request, entries)
+        else:
+            celery_request.cost(_tokens_of(recorded_usage(entries)))
+        return ending is Ending.WRITTEN
+
+    def _finish_recorded(self, celery_request: CeleryRequest, entries: Sequence[StreamEvent]) -> None:
+        """Finish a request with the result from its stream, which ended before the request could run."""
+        ended = entries[-1] if entries else None
+        if not isinstance(ended, EndEvent):  # the stream has just expired
+            self._metrics.message_returned("stream_refused")
+            celery_request.requeue(is_counted=True)
+            return
+        result = recorded_result(celery_request.id, entries, ended).to_wire()
+        celery_request.cost(_tokens_of(ended.usage or recorded_usage(entries)))
+
+        def finish() -> None:
+            self._store_result(celery_request.id, result, celery_request.content_type)
+            celery_request.on_success((False, "", 0.0))
+
+        self._finish(celery_request, finish)
+
+    def _end_stream(
+        self, request_id: str, finish_reason: str, error: ErrorInfo, content: str, content_type: str
+    ) -> None:
+        """End the stream of a message that Celery does not know, and store the result. If it had ended, do neither."""
+        try:
+            ending = self._writer.end_unclaimed(request_id, finish_reason, error, content)
+        except (*REDIS_ERRORS, UnicodeError) as failure:  # the id of a malformed message may be invalid Unicode
+            logger.warning("stream not ended", error=type(failure).__name__)
+            if not isinstance(failure, UnicodeError) and not self._is_own_fault(failure):
+                self._unended[request_id] = partial(
+                    self._end_stream, request_id, finish_reason, error, content, content_type
+                )
+                self._pause(failure)
+                return
+            ending = Ending.HAD_ENDED
+        self._unended.pop(request_id, None)
+        if ending is Ending.WRITTEN:
+            result = GenerateResult(request_id, [], None, error).to_wire()
+            store = partial(self._store_result, request_id, result, content_type)
+            self._finisher.submit(store, on_failure=lambda _error: None, request_id=request_id)
+
+    def _finish(self, celery_request: CeleryRequest, finish: Callable[[], None], **about: Any) -> None:
+        """Store, announce and acknowledge. A message whose result cannot be stored is delivered again."""
+
+        def not_stored(error: Exception) -> None:
+            if isinstance(error, REDIS_ERRORS) and is_fault_of_server(error):
+                self.return_to_queue(celery_request, error)
+                return
+            self._metrics.message_returned("result_not_stored")
+            celery_request.let_go()
+
+        def on_failure(error: Exception) -> None:
+            self.call_soon(partial(not_stored, error))
+
+        self._finisher.submit(finish, on_failure, request_id=celery_request.id, **about)
+
+    def _finish_job(self, job: Job, outcome: FinishReason, finish: Callable[[], None]) -> None:
+        self._tracing.end(job, outcome, None if outcome in SERVED else outcome)
+        self._metrics.request_finished(
+            outcome,
+            time.monotonic() - min(job.received_at, job.received_at if job.queued_at is None else job.queued_at),
+            len(job.request.prompt_token_ids),
+            job.num_cached_tokens,
+            job.num_tokens,
+            tenant=job.tenant,
+            decode_seconds=job.decode_seconds,
+            decoded_tokens=job.num_tokens - job.num_first_tokens,
+            trace_id=job.trace_id,
+        )
+        job.celery_request.cost(len(job.request.prompt_token_ids) + job.num_tokens)
+        self._finish(job.celery_request, finish, attempt=job.attempt)
+
+
+def _tokens_of(usage: Usage | None) -> int:
+    return 0 if usage is None else usage.prompt_tokens + usage.completion_tokens

@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace_broker import InvalidRequestError, QueueFullError, SubmitRequest, UnknownModelError
+from headrace_broker import InvalidRequestError, QueueFullError, RegisteredModel, SubmitRequest, UnknownModelError
 from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.server.connections import REDIS_ERRORS
 from headrace_gateway.admission import admitted_body, report_ignored
@@ -30,10 +30,10 @@ from headrace_gateway.requests.body import model_named
 from headrace_gateway.requests.call import AnswerOptions, Call, ResponseOptions, with_usage
 from headrace_gateway.requests.call_fields import bounded_priority
 from headrace_gateway.requests.headers import CallHeaders, ResumeStyle, read_headers
+from headrace_gateway.requests.request_size import encoded_bytes, request_bytes
 from headrace_wire.codes import ErrorCode, GatewayCode
 
 _PLAIN_WAIT: Final = 3600.0
-_ENCODE: Final = msgspec.msgpack.Encoder(enc_hook=str).encode
 _REFUSALS: Final = (ApiError, InvalidRequestError, UnknownModelError, QueueFullError)
 """Errors after which nothing was put into the queue."""
 
@@ -63,20 +63,24 @@ async def create(request: Request, api: Api) -> Response:
         state = request.scope["state"]
         state["answer_headers"] = await gateway.limits.admit_choices(key, call.num_choices, state["answer_headers"])
         report_ignored(request, call.ignored)
-        envelope = await submit(gateway, key, call, headers, api, model.name)
+        envelope = await submit(gateway, key, call, headers, api, model)
     if call.stream:
         return await streamed(gateway, key, envelope, api, api.encoder(headers.resume), arrived=arrived)
     return await unless_disconnected(request.receive, partial(plain, gateway, key, envelope, api))
 
 
 async def submit(
-    gateway: Gateway, key: ApiKey, call: Call, headers: CallHeaders, api: Api, queue_model: str
+    gateway: Gateway, key: ApiKey, call: Call, headers: CallHeaders, api: Api, model: RegisteredModel
 ) -> Envelope:
-    """Store the envelope, then submit the requests: an answer in the queue always has its envelope."""
+    """Store the envelope, then submit the requests: an answer in the queue always has its envelope.
+
+    Raises ApiError 400 for a request that is far larger than the context of the model that serves it.
+    """
+    size = request_bytes(call, model)
     envelope = Envelope.of(call, new_id(api.prefix), key, expires=int(headers.expires))
     answer_id = envelope.id
     options: SubmitRequest = {
-        "model": queue_model,
+        "model": model.name,
         "tenant": key.tenant,
         "cache_salt": key.cache_salt,
         "priority": bounded_priority(call.priority if headers.priority is None else headers.priority, key),
@@ -90,7 +94,7 @@ async def submit(
         if headers.idempotency_key is not None:
             name = f"{api.prefix.rstrip('-_')}:{number}:{key.name}:{headers.idempotency_key}"
             requests[-1]["idempotency_key"] = name
-    envelope = await _counted(gateway, envelope, call)
+    envelope = await _counted(gateway, envelope, call, size)
     try:
         await _keep(gateway, envelope, call)
         accepted = await _send(gateway, requests)
@@ -133,9 +137,9 @@ async def forget(gateway: Gateway, envelope: Envelope) -> None:
         await gateway.stored.change(envelope.key, envelope.tenant, envelope.id, 0, 0)
 
 
-async def _counted(gateway: Gateway, envelope: Envelope, call: Call) -> Envelope:
+async def _counted(gateway: Gateway, envelope: Envelope, call: Call, size: int) -> Envelope:
     """Count what the request keeps in Redis. Raises ApiError 429 if its tenant has no room for it."""
-    size = gateway.envelopes.size(envelope) + len(_ENCODE(call.requests)) + len(_ENCODE(call.input_items))
+    size += gateway.envelopes.size(envelope) + encoded_bytes(call.input_items)
     life = gateway.envelopes.life(envelope)
     counted = await gateway.stored.admit(envelope.key, envelope.tenant, envelope.id, size, life)
     return msgspec.structs.replace(envelope, counted_bytes=counted)

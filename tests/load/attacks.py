@@ -31,9 +31,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from chaos.model import save_chaos_model
+from chaos.model import MAX_MODEL_LEN, save_chaos_model
 from headrace_broker.server.embedded import EmbeddedServer
 from headrace_cli.demo.stream_timing import percentile
+from headrace_gateway.requests.request_size import OWN_BYTES, TOKEN_BYTES
 from load.hostile_bodies import hostile_bodies
 from load.processes import resident_mib
 from service.gateway.gateway_process import GatewayProcess
@@ -129,8 +130,9 @@ def silence(site: Site) -> Attack:
 
 
 def stored(site: Site) -> Attack:
-    """Background responses of 3.8 MB."""
-    body = {"model": "tiny", "input": "x" * 3_800_000, "background": True, "max_output_tokens": 1}
+    """Background responses as large as the gateway takes them for this model."""
+    size = OWN_BYTES + TOKEN_BYTES * MAX_MODEL_LEN - 1000
+    body = {"model": "tiny", "input": "x" * size, "background": True, "max_output_tokens": 1}
     encoded = json.dumps(body).encode()
     return lambda: site.call("attacker", "POST", "/v1/responses", encoded)[0]
 

@@ -22,6 +22,7 @@ from headrace_gateway.keys.api_key import ApiKey
 from headrace_gateway.requests.body import SMALL_BYTES, model_named, read_object
 from headrace_gateway.requests.body_lane import BodyLane
 from headrace_gateway.requests.call import Call
+from headrace_gateway.requests.request_size import request_bytes
 from headrace_gateway.responses.endpoints import RESPONSES
 from headrace_gateway.settings import MAX_BODY_BYTES
 from headrace_wire.codes import BatchCode, ErrorCode, GatewayCode
@@ -102,13 +103,15 @@ def read_call(raw: bytes, model: RegisteredModel, lora: str | None) -> Call:
     """Check the body of a line of `read_line` as its endpoint does. Raises ApiError that lists every problem."""
     line = _parsed(raw)
     api, body = ENDPOINTS[line["url"]], line["body"]
-    if api is not RESPONSES:
-        return api.read(body, model=model, lora=lora)
-    for name in ("background", "previous_response_id"):
-        if body.get(name):
-            message = f"body.{name} is not supported in a batch, whose responses are not stored"
-            raise invalid(message, code=ErrorCode.UNSUPPORTED, param=f"body.{name}")
-    return api.read({**body, "store": False}, model=model, lora=lora)
+    if api is RESPONSES:
+        for name in ("background", "previous_response_id"):
+            if body.get(name):
+                message = f"body.{name} is not supported in a batch, whose responses are not stored"
+                raise invalid(message, code=ErrorCode.UNSUPPORTED, param=f"body.{name}")
+        body = {**body, "store": False}
+    call = api.read(body, model=model, lora=lora)
+    request_bytes(call, model)
+    return call
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:

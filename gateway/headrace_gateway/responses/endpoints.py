@@ -48,7 +48,7 @@ async def create(request: Request) -> Response:
         assert isinstance(call.options, ResponseOptions)
         if call.options.background:
             headers = _in_background(request, headers)
-        envelope = await generation.submit(gateway, key, call, headers, RESPONSES, model.name)
+        envelope = await generation.submit(gateway, key, call, headers, RESPONSES, model)
     is_late = headers.idempotency_key is not None and await _is_stream_gone(gateway, envelope.id)
     if call.stream:
         if is_late:

@@ -91,7 +91,7 @@ def refuse(client: "redis.Redis", request_id: str) -> None:
 async def test_stored_responses_of_one_key_are_refused_at_its_bound_and_others_are_not(
     redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
 ) -> None:
-    register_model(redis_client, "tiny", max_model_len=999, worker="w", seen=5.0)
+    register_model(redis_client, "tiny", max_model_len=99_999, worker="w", seen=5.0)
     keys = write_keys(tmp_path / "keys", "greedy", "other")
     async with running_app(redis_server.url, keys=tmp_path / "keys", max_stored_bytes=BOUND) as (_, http):
 
@@ -112,7 +112,7 @@ async def test_stored_responses_of_one_key_are_refused_at_its_bound_and_others_a
 async def test_the_input_of_a_response_that_cannot_run_is_not_kept(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
-    register_model(redis_client, "tiny", max_model_len=999, worker="w", seen=5.0)
+    register_model(redis_client, "tiny", max_model_len=99_999, worker="w", seen=5.0)
     async with running_app(redis_server.url, max_stored_bytes=BOUND) as (_, http):
         for _ in range(3):  # three would not fit
             created = await http.post("/v1/responses", json=response(3_500_000))
@@ -126,10 +126,30 @@ async def test_the_input_of_a_response_that_cannot_run_is_not_kept(
             assert (await http.get(f"/v1/responses/{request_id}")).json()["status"] == "failed"
 
 
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/responses", {"input": "x" * MIB}),
+        ("/v1/completions", {"prompt": "x" * MIB}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x" * MIB}], "max_tokens": 1}),
+    ],
+)
+async def test_a_request_far_larger_than_the_context_is_not_stored(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", path: str, prompt: dict[str, Any]
+) -> None:
+    register_model(redis_client, "tiny", max_model_len=999, worker="w", seen=5.0)
+    async with running_app(redis_server.url) as (_, http):
+        refused = await http.post(path, json={"model": "tiny", **prompt})
+        assert refused.status_code == 400
+        assert "must have at most 588224 bytes, got 10" in refused.json()["error"]["message"]
+    assert not redis_client.keys("headrace:gw:stored:*")
+    assert not redis_client.llen("headrace.tiny")
+
+
 async def test_a_chat_is_counted_until_its_answer_has_ended(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
-    register_model(redis_client, "tiny", max_model_len=999, worker="w", seen=5.0)
+    register_model(redis_client, "tiny", max_model_len=99_999, worker="w", seen=5.0)
     body = {"model": "tiny", "prompt": "x" * MIB}
     async with running_app(redis_server.url, max_stored_bytes=BOUND) as (_, http):
         waiting = asyncio.create_task(http.post("/v1/completions", json=body))
@@ -144,7 +164,7 @@ async def test_a_chat_is_counted_until_its_answer_has_ended(
 async def test_a_cancelled_chat_that_nobody_reads_is_not_counted(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
-    register_model(redis_client, "tiny", max_model_len=999, worker="w", seen=5.0)
+    register_model(redis_client, "tiny", max_model_len=99_999, worker="w", seen=5.0)
     body = {"model": "tiny", "prompt": ["x" * MIB, "y"]}
     async with running_app(redis_server.url, max_stored_bytes=BOUND) as (_, http):
         waiting = asyncio.create_task(http.post("/v1/completions", json=body))
@@ -160,7 +180,7 @@ async def test_a_cancelled_chat_that_nobody_reads_is_not_counted(
 async def test_a_replica_is_not_ready_before_redis_is_full(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
-    register_model(redis_client, "tiny", max_model_len=999, worker="w", seen=5.0)
+    register_model(redis_client, "tiny", max_model_len=99_999, worker="w", seen=5.0)
     async with running_app(redis_server.url) as (_, http):
         assert (await http.get("/ready")).status_code == 200
         try:

@@ -1,6 +1,7 @@
 """The lines of a batch: which are refused with which code, and the format of an answer."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +57,14 @@ def test_a_body_is_read_as_its_endpoint_reads_it() -> None:
     with pytest.raises(ApiError, match="temperature"):
         read_call(read(body={**CHAT, "temperature": -1}).raw, model(), None)
     assert set(ENDPOINTS) == {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
+
+
+def test_a_line_far_larger_than_the_context_of_its_model_is_refused() -> None:
+    line = read(url="/v1/completions", body={**COMPLETION, "prompt": ["x", "y" * 600_000]})
+    with pytest.raises(ApiError, match="at most 530688 bytes.* 100 tokens") as refused:
+        read_call(line.raw, model(), None)
+    assert refused.value.code == "context_length_exceeded"
+    read_call(line.raw, replace(model(), max_model_len=2000), None)
 
 
 def test_the_id_of_an_answer_names_one_request() -> None:

@@ -7,7 +7,7 @@ to Redis, and a slow Redis delays no scrape.
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Self
@@ -17,7 +17,7 @@ import redis
 from headrace_broker.keys import queue_name
 from headrace_broker.models.registry import RegisteredModel, known_models
 from headrace_broker.queue.levels import QueueLevelReader
-from headrace_broker.queue.unread_lists import separated_lists
+from headrace_broker.queue.unread_lists import UnreadListSearch, separated_lists
 from headrace_broker.server.connections import REDIS_ERRORS
 from headrace_broker.server.eviction import eviction_warning
 from headrace_broker.server.restart_safety import restart_safety
@@ -77,9 +77,12 @@ class Exporter:
         self._models = tuple(models)
         self._interval = interval_seconds
         self._reader = QueueLevelReader(client)
+        self._search: UnreadListSearch | None = UnreadListSearch(client)
+        """None if the Redis user may not search: with the shipped users, no producer can write such lists."""
         self._problem: str | None = "Redis has not been read yet"
         """Why Redis could not be read; None if it could."""
         self._warned: set[str] = set()
+        self._warned_lists: set[str] = set()
         self._restarts = RestartComparison()
         self._polled_at: float | None = None
         self._stopped = threading.Event()
@@ -162,7 +165,7 @@ class Exporter:
 
     def _model_levels(self, names: Sequence[str], registered: dict[str, RegisteredModel]) -> list[ModelLevels]:
         levels = self._reader.read(queue_name(name) for name in names)
-        unread = separated_lists(self._client, levels)
+        unread = self._unread_messages(levels)
         return [
             ModelLevels(
                 model=name,
@@ -172,12 +175,32 @@ class Exporter:
                 run_out=queue.run_out,
                 dead=queue.dead,
                 oldest_age_seconds=queue.oldest_age_seconds,
-                unread=sum(length for key, length in unread.items() if key.startswith(f"{queue_name(name)}:")),
+                unread=unread[queue_name(name)],
                 blocked=queue.problem is not None,
                 last_seen=registered[name].seen if name in registered else None,
             )
             for name, queue in zip(names, levels.values(), strict=True)
         ]
+
+    def _unread_messages(self, queues: Collection[str]) -> dict[str, int]:
+        """Return the number of messages by queue in lists that no worker reads, and log each such list once."""
+        separated = separated_lists(self._client, queues)
+        if self._search is not None:
+            try:
+                self._search.step(queues)
+            except redis.exceptions.NoPermissionError:
+                self._search = None
+        counts = {}
+        for queue in queues:
+            lists = {name: length for name, length in separated.items() if name.startswith(f"{queue}:")}
+            lists |= {} if self._search is None else self._search.lengths(queue)
+            for name in lists.keys() - self._warned_lists:
+                logger.warning(
+                    "no worker reads the list %r: leave sep and global_keyprefix of its producers unset", name
+                )
+            self._warned_lists |= lists.keys()
+            counts[queue] = sum(lists.values())
+        return counts
 
     def _not_alive(self) -> str | None:
         silent = 0.0 if self._polled_at is None else time.monotonic() - self._polled_at

@@ -155,7 +155,7 @@ class ServiceExposition(Collector):
         )
         yield _gauge(
             "queue_unread_messages",
-            "Messages in lists that no worker reads, because their producers set sep to ':'.",
+            "Messages in lists that no worker reads, because their producers set sep or global_keyprefix.",
             [(labels, model.unread) for labels, model in of],
         )
         yield _gauge(

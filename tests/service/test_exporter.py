@@ -88,13 +88,32 @@ def test_a_server_that_may_evict_keys_is_logged_once_and_exported(caplog: pytest
         assert "set it to noeviction" in caplog.text
 
 
-def test_messages_of_producers_with_another_separator_are_counted(redis_client: "redis.Redis") -> None:
+def test_messages_in_lists_that_no_worker_reads_are_counted_and_logged(
+    redis_client: "redis.Redis", caplog: pytest.LogCaptureFixture
+) -> None:
     register_model(redis_client, "one", max_model_len=100, worker="gone", seen=1234.0)
-    for key in ("headrace.one:3", "headrace.one:3", "headrace.one:9"):
+    lists = ("headrace.one:3", "headrace.one:9", "team:headrace.one", "team:headrace.one\x06\x163")
+    for key in (*lists, "headrace.one:3", "headrace.one", "headrace.one\x06\x163"):
         redis_client.lpush(key, "{}")
     exporter = Exporter(redis_client, port=0)
     exporter.poll()
-    assert value(exporter, "headrace_queue_unread_messages", model="one", queue="headrace.one") == 3
+    exporter.poll()
+    assert value(exporter, "headrace_queue_unread_messages", model="one", queue="headrace.one") == 5
+    assert caplog.text.count("no worker reads the list") == 4
+    assert "'team:headrace.one\\x06\\x163'" in caplog.text
+
+
+def test_an_exporter_that_may_not_search_counts_the_lists_that_it_may_read() -> None:
+    with make_server() as server, connect(server.url) as client:
+        client.acl_setuser("default", commands=["-scan"])
+        register_model(client, "one", max_model_len=100, worker="gone", seen=1234.0)
+        client.lpush("headrace.one:3", "{}")
+        exporter = Exporter(client, port=0)
+        exporter.poll()
+        exporter.poll()
+        assert value(exporter, "headrace_queue_unread_messages", model="one", queue="headrace.one") == 1
+        assert value(exporter, "headrace_exporter_redis_up") == 1
+        assert len(client.acl_log()) == 1
 
 
 def test_a_model_that_no_worker_has_served_yet_can_be_given(redis_client: "redis.Redis") -> None:

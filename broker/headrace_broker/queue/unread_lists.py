@@ -2,14 +2,14 @@
 
 A producer with `priority_steps` of its own uses lists of further priority steps. `gather_steps` moves their messages to
 the lists that workers read. With another `sep`, or a `global_keyprefix`, a list has a name that nobody reads:
-`unread_lists` finds it.
+`UnreadListSearch` finds it.
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Final
 
-from headrace_broker.keys import ALL_STEPS, PRIORITY_SEPARATOR, queue_lists, queue_name, wake_up_key
+from headrace_broker.keys import ALL_STEPS, PRIORITY_SEPARATOR, QUEUE_PREFIX, queue_lists, queue_name, wake_up_key
 from headrace_broker.models.registry import known_models
 from headrace_broker.scripts import script
 from headrace_wire.codes import PRIORITY_STEPS
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 _GATHER: Final = script("steps_gather")
 _MOVED_AT_ONCE: Final = 500
-_SCANNED_AT_ONCE: Final = 1000
-_GLOB: Final = re.compile(r"[*?\[\]\\^]")
+_SCANNED_AT_ONCE: Final = 10_000
 _STEPS: Final = range(1, ALL_STEPS)
 
 
@@ -65,20 +64,38 @@ def separated_lists(client: "redis.Redis", queues: Iterable[str]) -> dict[str, i
     return {name: length for name, length in found.items() if name not in others}
 
 
-def unread_lists(client: "redis.Redis", queue: str, others: Sequence[str] = ()) -> dict[str, int]:
-    """Find the lists that look like those of the queue and are read by no worker, with their lengths.
+class UnreadListSearch:
+    """Searches all keys of the database for lists that look like those of queues and that no worker reads.
 
-    Scans all keys of the database, in small steps. Redis's errors pass through.
-
-    Args:
-        others: queues of other models, which are read.
+    A step looks at 10,000 keys, so Redis is occupied for some milliseconds.
     """
-    read = {name for other in (queue, *others) for name in (*queue_lists(other), *_steps_between(other))}
-    looks_alike = re.compile(rf"(.*[^A-Za-z0-9._-])?{re.escape(queue)}(\D{{1,4}}\d)?", re.DOTALL)
-    pattern = "*" + _GLOB.sub(lambda found: "\\" + found[0], queue) + "*"
-    found: dict[str, int] = {}
-    for key in client.scan_iter(match=pattern, count=_SCANNED_AT_ONCE, _type="list"):
-        name = key.decode(errors="replace")
-        if looks_alike.fullmatch(name) and name not in read and name != wake_up_key(queue):
-            found[name] = client.llen(key)
-    return dict(sorted(found.items()))
+
+    def __init__(self, client: "redis.Redis") -> None:
+        self._client: Final = client
+        self._cursor = 0
+        self._names: dict[str, set[str]] = {}
+        self._complete: dict[str, set[str]] = {}
+
+    def step(self, queues: Collection[str]) -> bool:
+        """Look at the next keys. Return whether all have been looked at; Redis's errors pass through."""
+        read = {name for queue in queues for name in (*queue_lists(queue), *_steps_between(queue), wake_up_key(queue))}
+        self._cursor, keys = self._client.scan(self._cursor, f"*{QUEUE_PREFIX}*", _SCANNED_AT_ONCE, "list")
+        for name in {key.decode(errors="replace") for key in keys} - read:
+            for queue in queues:
+                if re.fullmatch(rf"(.*[^A-Za-z0-9._-])?{re.escape(queue)}(\D{{1,4}}\d)?", name, re.DOTALL):
+                    self._names.setdefault(queue, set()).add(name)
+        if self._cursor == 0:
+            self._complete, self._names = self._names, {}
+        return self._cursor == 0
+
+    def lengths(self, queue: str) -> dict[str, int]:
+        """Return the lists of the queue that the last complete search found, with their present lengths."""
+        return _lengths(self._client, sorted(self._complete.get(queue, ())))
+
+
+def unread_lists(client: "redis.Redis", queues: Collection[str]) -> dict[str, dict[str, int]]:
+    """Return the lists of each queue that `UnreadListSearch` finds, with their lengths. Redis's errors pass through."""
+    search = UnreadListSearch(client)
+    while not search.step(queues):
+        pass
+    return {queue: search.lengths(queue) for queue in queues}

@@ -81,13 +81,14 @@ def _read(settings: BrokerSettings, models: Any) -> list[dict[str, Any]]:
         known = known_models(client)
         names = list(dict.fromkeys(models)) or sorted(known)
         queues = [queue_name(name) for name in {*names, *known}]
+        unread = unread_lists(client, queues)
         levels = QueueLevelReader(client).read([queue_name(name) for name in names])
         return [
             {
                 **_summary(
                     name, level, read_tenants(client, queue_name(name)) if level.problem is None else {}, name in known
                 ),
-                "unread": unread_lists(client, queue_name(name), queues),
+                "unread": unread[queue_name(name)],
             }
             for name, level in zip(names, levels.values(), strict=True)
         ]

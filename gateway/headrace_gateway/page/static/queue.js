@@ -9,6 +9,7 @@ let isShown = false;
 let timer = null;
 let isPolling = false;
 let letters = [];
+let loading = Promise.resolve();
 let deadSeen = null;
 
 // One box in each cell: where the window is narrow, its heading stands beside it.
@@ -95,7 +96,12 @@ function letterRow(letter) {
     element("td", {}, element("div", { className: "row" }, act("requeue", "Requeue", ""), act("purge", "Purge", "danger"))));
 }
 
-async function loadLetters() {
+function loadLetters() {
+  loading = loading.then(readLetters); // one after the other: an older list must not replace a newer one
+  return loading;
+}
+
+async function readLetters() {
   try {
     letters = (await ask("/headrace/dead-letters?limit=100")).data;
     fill($("dead-table"), letters.map(letterRow), "There are no dead letters.");
@@ -109,16 +115,18 @@ async function loadLetters() {
 async function change(verb, ids, name) {
   if (verb === "purge" && !(await confirmed(`Delete ${name} for good?`, "Purge"))) return;
   if (verb === "requeue" && ids.length > 1 && !(await confirmed(`Send ${name} again?`, "Requeue"))) return;
+  let result;
   try {
     const done = await ask(`/headrace/dead-letters/${verb}`, { body: { letter_ids: ids } });
     const count = verb === "purge" ? done.purged : done.requeued.length;
     const left = ids.length - count;
     const kept = left && verb === "requeue" ? `; ${left} stayed: copies of requests that are alive, or of unknown origin` : "";
-    setState($("dead-result"), `${count} ${verb === "purge" ? "deleted" : "requeued"}${kept}.`);
+    result = `${count} ${verb === "purge" ? "deleted" : "requeued"}${kept}.`;
   } catch (error) {
-    setState($("dead-result"), error.message);
+    result = error.message;
   }
-  await loadLetters();
+  await loadLetters(); // first: the buttons for all letters mean those that are shown
+  setState($("dead-result"), result);
 }
 
 const requestPath = () => `/headrace/requests/${encodeURIComponent($("one-id").value.trim())}`;

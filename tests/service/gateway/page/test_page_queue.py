@@ -135,6 +135,27 @@ def test_an_administrator_requeues_and_purges_dead_letters_after_confirming(
     assert leases.fetch(queue_lists(queue_name(MODEL)), 10)[0].bound_id == "a"
 
 
+def test_the_result_of_a_purge_is_shown_with_the_list_after_it_and_an_older_list_never_replaces_it(
+    page: Page, make_gateway: MakeGateway, client: Client, leases: Leases
+) -> None:
+    dead_letter(client, leases, "a", "b", "c")
+    open_queue(page, make_gateway(keys=KEYS), "sk-admin")
+    rows = page.locator("#dead-table tbody tr")
+    expect(rows).to_have_count(3)
+    held: list[Route] = []
+    page.route("**/headrace/dead-letters?limit=100", lambda route: held.append(route), times=1)
+    with page.expect_request("**/headrace/dead-letters?limit=100"):
+        page.locator("#dead-refresh").click()
+    older = held[0].fetch()
+    page.get_by_role("button", name="Purge b", exact=True).click()
+    with page.expect_response("**/headrace/dead-letters/purge"):
+        page.locator("#confirm-yes").click()
+    expect(page.locator("#dead-result")).to_be_empty()
+    held[0].fulfill(response=older)
+    expect(page.locator("#dead-result")).to_have_text("1 deleted.")
+    expect(rows).to_have_count(2)
+
+
 def test_other_keys_see_no_tenants_workers_or_dead_letters(
     watched: Watched, make_gateway: MakeGateway, client: Client, leases: Leases, script: Script
 ) -> None:

@@ -120,7 +120,7 @@ def _role(argv: list[str]) -> str:
     if "headrace_engine.core.child" in argv:
         return "engine"
     if any("headrace_workers.preparation" in argument for argument in argv):
-        return "quick lane" if "quick" in argv else "slow lane"
+        return "quick process" if "quick" in argv else "slow process"
     return argv[-1]
 
 

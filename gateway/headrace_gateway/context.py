@@ -13,7 +13,7 @@ from headrace_gateway.answers.response_store import ResponseStore
 from headrace_gateway.keys.api_key import ApiKey
 from headrace_gateway.keys.limits import BODIES_AT_ONCE, BodyBytes, RateLimits, StoredBytes
 from headrace_gateway.keys.model_catalog import ModelCatalog, QueueView
-from headrace_gateway.requests.body_lane import BodyLane
+from headrace_gateway.requests.body_process import BodyProcess
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.webhooks.event_publisher import Webhooks
 from headrace_monitoring.gateway_metrics import GatewayMetrics
@@ -38,7 +38,7 @@ class Gateway:
     tokenizers: TokenizerClient
     webhooks: Webhooks
     stored: StoredBytes = field(init=False)
-    bodies: BodyLane = field(default_factory=BodyLane)
+    bodies: BodyProcess = field(default_factory=BodyProcess)
     body_bytes: BodyBytes = field(init=False)
     queues: QueueView = field(init=False)
 

@@ -7,7 +7,7 @@ the lists that workers read. With another `sep`, or a `global_keyprefix`, a list
 
 import re
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from headrace_broker.keys import ALL_STEPS, PRIORITY_SEPARATOR, QUEUE_PREFIX, queue_lists, queue_name, wake_up_key
 from headrace_broker.models.registry import known_models
@@ -79,7 +79,8 @@ class UnreadListSearch:
     def step(self, queues: Collection[str]) -> bool:
         """Look at the next keys. Return whether all have been looked at; Redis's errors pass through."""
         read = {name for queue in queues for name in (*queue_lists(queue), *_steps_between(queue), wake_up_key(queue))}
-        self._cursor, keys = self._client.scan(self._cursor, f"*{QUEUE_PREFIX}*", _SCANNED_AT_ONCE, "list")
+        found: Any = self._client.scan(self._cursor, f"*{QUEUE_PREFIX}*", _SCANNED_AT_ONCE, "list")
+        self._cursor, keys = found
         for name in {key.decode(errors="replace") for key in keys} - read:
             for queue in queues:
                 if re.fullmatch(rf"(.*[^A-Za-z0-9._-])?{re.escape(queue)}(\D{{1,4}}\d)?", name, re.DOTALL):

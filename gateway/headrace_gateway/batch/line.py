@@ -20,7 +20,7 @@ from headrace_gateway.generation import Api
 from headrace_gateway.http.json import encode_line
 from headrace_gateway.keys.api_key import ApiKey
 from headrace_gateway.requests.body import SMALL_BYTES, model_named, read_object
-from headrace_gateway.requests.body_lane import BodyLane
+from headrace_gateway.requests.body_process import BodyProcess
 from headrace_gateway.requests.call import Call
 from headrace_gateway.requests.request_size import request_bytes
 from headrace_gateway.responses.endpoints import RESPONSES
@@ -122,12 +122,12 @@ class LineReader:
     """Reads the lines of one key's batches, the large ones in the process that reads large bodies.
 
     Args:
-        lane: reads the large lines. The key's own requests do not wait for more than one of them. None: they are read
+        bodies: reads the large lines. The key's own requests do not wait for more than one of them. None: they are read
             in this process.
     """
 
-    def __init__(self, lane: BodyLane | None, key: ApiKey) -> None:
-        self._lane: Final = lane
+    def __init__(self, bodies: BodyProcess | None, key: ApiKey) -> None:
+        self._bodies: Final = bodies
         self._owner: Final = ("batches", key.name)
 
     async def line(self, raw: bytes) -> BatchLine:
@@ -139,13 +139,13 @@ class LineReader:
         return await self._read(line.raw, partial(read_call, model=model, lora=lora))
 
     async def _read(self, raw: bytes, act: Callable[[bytes], Value]) -> Value:
-        if self._lane is None or len(raw) <= SMALL_BYTES:
+        if self._bodies is None or len(raw) <= SMALL_BYTES:
             return act(raw)
         num_deaths = 0
         while True:
             try:
-                async with self._lane.turn(self._owner):
-                    return await self._lane.run(self._owner, raw, act)
+                async with self._bodies.turn(self._owner):
+                    return await self._bodies.run(self._owner, raw, act)
             except ApiError as error:
                 num_deaths += error.status == 500
                 if error.status != 500 or num_deaths == _MOST_DEATHS:

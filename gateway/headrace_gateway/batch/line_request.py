@@ -34,7 +34,7 @@ from headrace_gateway.generation import Api
 from headrace_gateway.http.broker_errors import api_error_of
 from headrace_gateway.keys.api_key import ApiKey
 from headrace_gateway.keys.model_catalog import ModelCatalog
-from headrace_gateway.requests.body_lane import BodyLane
+from headrace_gateway.requests.body_process import BodyProcess
 from headrace_gateway.requests.call import with_usage
 from headrace_gateway.requests.call_fields import bounded_priority
 from headrace_wire.codes import BatchCode, ErrorCode
@@ -86,7 +86,7 @@ class LineRequests:
         key: the owner of the requests. A body may ask for a worse priority than its best one.
         deadline: Unix seconds after which the queue drops unanswered requests; None: never.
         on_waiting: called with the reason each time that a line cannot be sent.
-        lane: reads the large lines; None: this process reads them.
+        bodies: reads the large lines; None: this process reads them.
         pause: seconds before a failed send is retried.
         resend_after: seconds after which a request is sent again, in case Redis has lost it; doubled with each repeat.
     """
@@ -101,7 +101,7 @@ class LineRequests:
         key: ApiKey,
         deadline: float | None = None,
         on_waiting: Callable[[str], None],
-        lane: BodyLane | None = None,
+        bodies: BodyProcess | None = None,
         pause: float = 1.0,
         resend_after: float = 60.0,
     ) -> None:
@@ -110,7 +110,7 @@ class LineRequests:
         self._models: Final = models
         self._secret: Final = secret
         self._key: Final = key
-        self._reader: Final = LineReader(lane, key)
+        self._reader: Final = LineReader(bodies, key)
         self._deadline: Final = deadline
         self._on_waiting: Final = on_waiting
         self._pause: Final = pause

@@ -165,7 +165,7 @@ async def running_batches(gateway: Gateway, files: StoredFiles | None, store: Ba
             models=gateway.models,
             store=store,
             files=files,
-            lane=gateway.bodies,
+            bodies=gateway.bodies,
             window=SharedWindow(settings.batch_window, max(1, settings.batch_window // MAX_BATCHES)),
             metrics=gateway.metrics,
             priority=settings.batch_priority,

@@ -9,7 +9,7 @@ from headrace_gateway.batch.line import LineReader
 from headrace_gateway.errors import ApiError, BatchError, InputRefusedError, LineProblem
 from headrace_gateway.keys.api_key import ANYONE, ApiKey
 from headrace_gateway.keys.model_catalog import ModelCatalog
-from headrace_gateway.requests.body_lane import BodyLane
+from headrace_gateway.requests.body_process import BodyProcess
 from headrace_gateway.requests.problems import refusal_of
 from headrace_wire.codes import BatchCode, ErrorCode
 
@@ -38,7 +38,7 @@ async def check_input(
     models: ModelCatalog,
     key: ApiKey = ANYONE,
     *,
-    lane: BodyLane | None = None,
+    bodies: BodyProcess | None = None,
     endpoint: str | None = None,
     max_lines: int | None = None,
     strict: bool = False,
@@ -46,7 +46,7 @@ async def check_input(
     """Check every line.
 
     Args:
-        lane: reads the large lines; None: this process reads them.
+        bodies: reads the large lines; None: this process reads them.
         endpoint: the `url` that all lines must have; None: any.
         max_lines: None: no limit.
         strict: refuse fields that would be ignored.
@@ -57,7 +57,7 @@ async def check_input(
     named: set[str] = set()
     problems: list[LineProblem] = []
     num_problems = 0
-    reader = LineReader(lane, key)
+    reader = LineReader(bodies, key)
     async for number, raw in source.read(max_lines=max_lines):
         problem = await _check_line(number, raw, reader, known, named, models, key, endpoint, strict)
         if problem is not None:

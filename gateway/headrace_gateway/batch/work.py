@@ -43,7 +43,7 @@ from headrace_gateway.files.threads import file_owner, in_file_thread
 from headrace_gateway.keys.api_key import ApiKey
 from headrace_gateway.keys.model_catalog import ModelCatalog
 from headrace_gateway.redis.claims import Claim
-from headrace_gateway.requests.body_lane import BodyLane
+from headrace_gateway.requests.body_process import BodyProcess
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 from headrace_wire.codes import BatchCode
 
@@ -76,7 +76,7 @@ class BatchContext:
     models: ModelCatalog
     store: BatchStore
     files: StoredFiles
-    lane: BodyLane
+    bodies: BodyProcess
     """Reads the large lines."""
     window: SharedWindow
     metrics: GatewayMetrics
@@ -189,7 +189,7 @@ class BatchWork:
                         source,
                         self._context.models,
                         self._key,
-                        lane=self._context.lane,
+                        bodies=self._context.bodies,
                         endpoint=record.endpoint,
                         max_lines=MAX_LINES,
                         strict=self._context.strict,
@@ -274,13 +274,13 @@ class BatchWork:
             key=ApiKey(self._key.name, self._key.tenant, priority, self._key.models),
             deadline=float(record.expires_at),
             on_waiting=self._line_waits,
-            lane=self._context.lane,
+            bodies=self._context.bodies,
         )
 
     async def _find_answered(self, batch: Batch) -> bytearray:
         """Return which lines of the input, by number, have a committed answer."""
         ids = await in_file_thread(lambda: set(answered_ids(self._folder, batch))) if batch.segments else set()
-        reader = LineReader(self._context.lane, self._key)
+        reader = LineReader(self._context.bodies, self._key)
         with await self._input() as source:
             answered = bytearray()
             async for number, raw in source.read():
@@ -289,7 +289,7 @@ class BatchWork:
         return answered
 
     async def _unanswered(self, answered: bytearray, stopped: asyncio.Event) -> AsyncIterator[tuple[int, BatchLine]]:
-        reader = LineReader(self._context.lane, self._key)
+        reader = LineReader(self._context.bodies, self._key)
         with await self._input() as source:
             async for number, raw in source.read():
                 if stopped.is_set():

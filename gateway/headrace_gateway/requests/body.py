@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.keys.api_key import ApiKey
 from headrace_gateway.keys.limits import Take
-from headrace_gateway.requests.body_lane import BodyLane
+from headrace_gateway.requests.body_process import BodyProcess
 from headrace_wire.codes import GatewayCode
 from headrace_wire.values import shown
 
@@ -22,14 +22,14 @@ Value = TypeVar("Value")
 
 
 class Body:
-    """A JSON object. A large one is parsed by `lane` in each call of `read`.
+    """A JSON object. A large one is parsed by `bodies` in each call of `read`.
 
     Raises ApiError 400 if a small body is not a JSON object.
     """
 
-    def __init__(self, raw: bytes, lane: BodyLane, key: ApiKey) -> None:
+    def __init__(self, raw: bytes, bodies: BodyProcess, key: ApiKey) -> None:
         self._raw = raw
-        self._lane: Final = lane
+        self._bodies: Final = bodies
         self._key: Final = key
         self._object: Final = None if len(raw) > SMALL_BYTES else _parsed(raw)
 
@@ -40,7 +40,7 @@ class Body:
         """
         if self._object is not None:
             return act(self._object)
-        return await self._lane.run(self._key.name, self._raw, partial(_read_by, act))
+        return await self._bodies.run(self._key.name, self._raw, partial(_read_by, act))
 
     def close(self) -> None:
         """Free the bytes. The endpoint may wait for its answer for an hour."""

@@ -1,7 +1,7 @@
 """How large one request of the queue may be.
 
-A request far larger than its model's context cannot run. Moving a message of 5 MB keeps Redis from its other clients for
-20 ms, so it is refused before it is stored.
+A request far larger than its model's context cannot run. It is refused before it is stored: moving a message of 5 MB
+keeps Redis from its other clients for 20 ms.
 """
 
 from typing import Any, Final

@@ -34,7 +34,7 @@ from headrace_gateway.errors import ApiError
 from headrace_gateway.files.stored_files import StoredFiles
 from headrace_gateway.keys.api_key import ANYONE
 from headrace_gateway.redis.claims import Claim
-from headrace_gateway.requests.body_lane import BodyLane
+from headrace_gateway.requests.body_process import BodyProcess
 from service.gateway.gateway_process import PATIENCE
 
 
@@ -52,7 +52,7 @@ async def context(redis_server: EmbeddedServer, tmp_path: Path) -> AsyncIterator
             models=Mock(find=AsyncMock(side_effect=never)),
             store=BatchStore(client),
             files=StoredFiles(tmp_path / "files"),
-            lane=BodyLane(),
+            bodies=BodyProcess(),
             window=SharedWindow(16),
             metrics=Mock(),
             priority=9,

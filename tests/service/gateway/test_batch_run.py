@@ -31,7 +31,7 @@ from headrace_gateway.keys.api_key import ANYONE, ApiKey
 from headrace_gateway.keys.model_catalog import ModelCatalog
 from headrace_gateway.requests import body as request_body
 from headrace_gateway.requests.body import SMALL_BYTES
-from headrace_gateway.requests.body_lane import BodyLane
+from headrace_gateway.requests.body_process import BodyProcess
 from service.gateway.batch_process import read_lines, write_input
 from service.gateway.in_process import running_app
 from service.gateway.test_gateway_command import begin, end, take
@@ -302,9 +302,9 @@ async def test_a_large_line_is_read_in_another_process_and_answered_like_a_small
 async def test_a_line_is_read_again_if_the_process_that_reads_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = LINE.raw + b" " * SMALL_BYTES
     died = ApiError(500, "server_error", "internal_error", "it died")
-    lane = BodyLane()
-    monkeypatch.setattr(lane, "run", AsyncMock(side_effect=[died, died, LINE, died, died, died]))
-    reader = LineReader(lane, ANYONE)
+    bodies = BodyProcess()
+    monkeypatch.setattr(bodies, "run", AsyncMock(side_effect=[died, died, LINE, died, died, died]))
+    reader = LineReader(bodies, ANYONE)
     assert await reader.line(raw) == LINE
     with pytest.raises(ApiError, match="it died"):
         await reader.line(raw)

@@ -13,7 +13,7 @@ from headrace_engine.requests.request import FinishReason
 from headrace_monitoring.health import WorkerHealth
 from headrace_monitoring.metrics import Metrics
 from headrace_workers.engine_link.adapters import Adapters
-from headrace_workers.preparation.lane import Answer, Verdict
+from headrace_workers.preparation.preparer_process import Answer, Verdict
 from headrace_workers.preparation.process import GrammarCachingProcessor, Preparer
 from headrace_workers.requests.dispatcher import Dispatcher
 from headrace_workers.requests.preemption import Preemption
@@ -31,7 +31,7 @@ from unit.workers.fakes import (
 )
 
 
-class InlineLane:
+class InlineProcess:
     """Prepares each request in this process, at once or when the test calls `answer`."""
 
     def __init__(self, *, on_answer: Answer, on_verdict: Verdict) -> None:
@@ -99,10 +99,10 @@ class Desk:
         *,
         prepares_plain_requests: bool = False,
     ) -> None:
-        lanes: dict[bool, InlineLane] = {}
+        processes: dict[bool, InlineProcess] = {}
 
-        def make_lane(*, is_quick: bool, on_answer: Answer, on_verdict: Verdict) -> InlineLane:
-            return lanes.setdefault(is_quick, InlineLane(on_answer=on_answer, on_verdict=on_verdict))
+        def make_process(*, is_quick: bool, on_answer: Answer, on_verdict: Verdict) -> InlineProcess:
+            return processes.setdefault(is_quick, InlineProcess(on_answer=on_answer, on_verdict=on_verdict))
 
         self.redis = FakeRedis()
         self.hub = FakeHub()
@@ -124,7 +124,7 @@ class Desk:
             stream_ttl_seconds=60,
             worker_name="w",
             supervise=lambda _events: self.engine,  # type: ignore[arg-type, return-value]
-            make_lane=make_lane,
+            make_process=make_process,
             metrics=self.metrics,
             health=WorkerHealth(),
             store_result=lambda request_id, result, _: self.results.__setitem__(request_id, result),
@@ -133,13 +133,13 @@ class Desk:
             preemption=Preemption(max_preemptions, max_num_seqs, self.metrics),
             publish_interval=publish_interval,
         )
-        self.quick, self.slow = lanes[True], lanes[False]
+        self.quick, self.slow = processes[True], processes[False]
         self.admission, self.watch = self.dispatcher.admission, self.dispatcher.engine
         self.in_flight = self.watch.in_flight
         self.dispatcher.attach(self.hub)
         self.watch.on_engine_ready(MODEL, capabilities)
         self.plain = self.admission.preparation._plain
-        if not prepares_plain_requests:  # then all go through the lanes, where a test can hold them
+        if not prepares_plain_requests:  # then all go through the processes, where a test can hold them
             self.admission.preparation._plain = None
 
     def accept(self, request: FakeCeleryRequest) -> FakeCeleryRequest:

@@ -73,7 +73,7 @@ def test_a_small_request_does_not_wait_for_a_large_one(desk: Desk) -> None:
     assert desk.admission.free_slots() == 2
 
 
-def test_a_request_that_is_not_quick_goes_to_the_slow_lane(desk: Desk) -> None:
+def test_a_request_that_is_not_quick_goes_to_the_slow_process(desk: Desk) -> None:
     desk.slow.is_held = True
     take(desk, "r1", GRAMMAR)
     take(desk, "r2")
@@ -111,7 +111,7 @@ def test_an_unexpected_error_is_answered_without_its_text(held: Desk) -> None:
     }
 
 
-def test_tenants_take_turns_in_the_slow_lane() -> None:
+def test_tenants_take_turns_in_the_slow_process() -> None:
     desk = Desk(max_num_seqs=16)
     desk.slow.is_held = True
     for number in range(3):

@@ -120,7 +120,7 @@ def test_a_call_in_progress_changes_neither_free_slots_nor_idleness() -> None:
     assert unpack(found[0])["result"]["count"] == 3
 
 
-def test_a_call_that_is_not_quick_moves_to_the_slow_lane() -> None:
+def test_a_call_that_is_not_quick_moves_to_the_slow_process() -> None:
     desk = Desk()
     desk.quick.is_held = True
     found = answered(desk)

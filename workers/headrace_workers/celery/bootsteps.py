@@ -35,7 +35,7 @@ from headrace_workers.engine_link.adapters import Adapters
 from headrace_workers.engine_link.supervisor import EngineSupervisor
 from headrace_workers.long_lived_objects import exempt_long_lived_objects
 from headrace_workers.preparation.answer_formats import AnswerFormats
-from headrace_workers.preparation.lane import PreparationLane
+from headrace_workers.preparation.preparer_process import PreparerProcess
 from headrace_workers.preparation.tokenizer_service import TokenizerService
 from headrace_workers.requests.dispatcher import HEARTBEAT_SECONDS, Dispatcher
 from headrace_workers.requests.preemption import Preemption
@@ -125,7 +125,7 @@ class EngineStep(bootsteps.StartStopStep):
             stream_ttl_seconds=stream_ttl_seconds,
             worker_name=self._name,
             supervise=partial(EngineSupervisor, config, stall_seconds=settings.stall_limit()),
-            make_lane=PreparationLane,
+            make_process=PreparerProcess,
             preemption=Preemption(
                 settings.max_preemptions, max_num_seqs, self.metrics, wait_seconds=settings.preemption_wait_seconds
             ),

@@ -1,9 +1,9 @@
 """`Preparation`: the messages that this worker has taken but not checked yet.
 
     begin --plain------------prepared--> adapter's folder --> `ready`
-      +---> quick lane ------prepared-->
+      +---> quick process ---prepared-->
                  |  `slow`
-                 +--> slow lane, tenants in turn --prepared-->
+                 +--> slow process, tenants in turn --prepared-->
 
 Small messages go to a process that spends a fraction of a second on each, so that no long prompt, new grammar or
 endless chat template of one tenant delays them. Messages that need more go to a second process. The smallest need no
@@ -25,7 +25,7 @@ from headrace_workers.engine_link.adapters import Adapters
 from headrace_workers.preparation.celery_request import CeleryRequest
 from headrace_workers.preparation.file_lookups import FileLookups
 from headrace_workers.preparation.intake import Incoming, PlainRequests, Prepared, RefusedError
-from headrace_workers.preparation.lane import MakeLane
+from headrace_workers.preparation.preparer_process import MakeProcess
 from headrace_workers.preparation.process import QUICK_BODY_BYTES
 from headrace_workers.preparation.tokenizer_answers import error_answer
 
@@ -67,7 +67,7 @@ class Preparation:
     """Prepares messages. Passes each to one of the four callbacks below, and then no longer holds it.
 
     Args:
-        make_lane: makes the two lanes; the slow one gets one message at a time.
+        make_process: makes the two processes; the slow one gets one message at a time.
         max_messages: messages held at once. At most half may be slow, and at most a quarter slow and of one tenant.
         ready: called with the message, the prepared request and its adapter.
         refused: called with the message and the reason why it cannot be served.
@@ -77,7 +77,7 @@ class Preparation:
 
     def __init__(
         self,
-        make_lane: MakeLane,
+        make_process: MakeProcess,
         adapters: Adapters,
         served_name: str,
         *,
@@ -88,8 +88,8 @@ class Preparation:
         postponed: Callable[[Preparing], None],
     ) -> None:
         # The quick process compiles no grammar.
-        self._quick = make_lane(is_quick=True, on_answer=self._on_answer, on_verdict=lambda _grammar, _problem: None)
-        self._slow = make_lane(is_quick=False, on_answer=self._on_answer, on_verdict=self._quick.learn)
+        self._quick = make_process(is_quick=True, on_answer=self._on_answer, on_verdict=lambda _grammar, _problem: None)
+        self._slow = make_process(is_quick=False, on_answer=self._on_answer, on_verdict=self._quick.learn)
         self._plain: PlainRequests | None = None
         self._lookups = FileLookups()
         self._adapters = adapters
@@ -104,8 +104,8 @@ class Preparation:
         self._held: dict[int, Preparing] = {}
         self._by_id: dict[str, Preparing] = {}
         self._waiting: OrderedDict[str | _Calls | None, deque[Preparing | int]] = OrderedDict()
-        """Work for the slow lane by tenant; the first tenant is next. Tokenizer calls are numbers, under `_Calls`."""
-        self._in_slow_lane: int | None = None
+        """Work for the slow process by tenant, the next one first. Tokenizer calls are numbers, under `_Calls`."""
+        self._in_slow_process: int | None = None
         self._calls: dict[int, tuple[str, bytes, Callable[[bytes], None]]] = {}
         """Tokenizer calls by number. Their numbers are below 0."""
 
@@ -119,14 +119,14 @@ class Preparation:
 
     @property
     def is_failing(self) -> bool:
-        """Whether a lane's process does not start. Messages wait there until one does."""
+        """Whether a process does not start. Messages wait there until one does."""
         return self._quick.is_failing or self._slow.is_failing
 
     def get(self, request_id: str) -> Preparing | None:
         return self._by_id.get(request_id)
 
     def start(self) -> None:
-        """Start the lanes' processes."""
+        """Start the processes."""
         self._quick.start()
         self._slow.start()
 
@@ -155,22 +155,22 @@ class Preparation:
             self._begin_slow(message)
 
     def _prepare_plain(self, message: Preparing) -> Prepared | None:
-        """Prepare a plain message here. Returns None if a process must, or if it would overtake the quick lane."""
+        """Prepare a plain message here. Returns None if a process must, or if it would overtake the quick process."""
         if self._plain is None or any(not other.is_slow for other in self._held.values()):
             return None
         return self._plain.prepare(*message.body)
 
     def answer_call(self, kind: str, body: bytes, answered: Callable[[bytes], None]) -> None:
-        """Let the lanes answer a tokenizer call, as well as messages; see `tokenizer_answers.py`."""
+        """Let the processes answer a tokenizer call, as well as messages; see `tokenizer_answers.py`."""
         number = -next(self._numbers)
         self._calls[number] = kind, body, answered
         if len(body) <= QUICK_BODY_BYTES:
             self._quick.submit(number, [kind, body])
         else:
-            self._wait_for_slow_lane(_Calls.CALLS, number)
+            self._wait_for_slow_process(_Calls.CALLS, number)
 
     def drop(self, message: Preparing) -> None:
-        """Forget a message. The caller must settle it. A later answer of a lane for it is ignored."""
+        """Forget a message. The caller must settle it. A later answer of a process for it is ignored."""
         del self._held[message.number], self._by_id[message.request_id]
         waiting = self._waiting.get(message.incoming.tenant)
         if waiting is not None and message in waiting:
@@ -205,8 +205,8 @@ class Preparation:
 
     def _on_answer(self, number: int, answer: list[Any]) -> None:
         kind, *values = answer
-        if number == self._in_slow_lane:
-            self._in_slow_lane = None
+        if number == self._in_slow_process:
+            self._in_slow_process = None
         message = self._held.get(number)
         try:
             if number < 0:
@@ -214,11 +214,11 @@ class Preparation:
             elif message is not None:  # else it was dropped meanwhile
                 self._take_answer(message, kind, values)
         finally:  # last: an error in the next message must not lose the answer to this one
-            self._feed_slow_lane()
+            self._feed_slow_process()
 
     def _on_call_answered(self, number: int, kind: str, values: list[Any]) -> None:
         if kind == "slow":
-            self._wait_for_slow_lane(_Calls.CALLS, number)
+            self._wait_for_slow_process(_Calls.CALLS, number)
             return
         _, _, answered = self._calls.pop(number)
         answered(values[0] if kind == "answered" else error_answer(*values))
@@ -245,27 +245,27 @@ class Preparation:
             self._postponed(message)
             return
         message.is_slow = True
-        self._wait_for_slow_lane(tenant, message)
+        self._wait_for_slow_process(tenant, message)
 
-    def _wait_for_slow_lane(self, tenant: str | _Calls | None, work: Preparing | int) -> None:
+    def _wait_for_slow_process(self, tenant: str | _Calls | None, work: Preparing | int) -> None:
         self._waiting.setdefault(tenant, deque()).append(work)
-        self._feed_slow_lane()
+        self._feed_slow_process()
 
-    def _feed_slow_lane(self) -> None:
-        while self._in_slow_lane is None and self._waiting:
+    def _feed_slow_process(self) -> None:
+        while self._in_slow_process is None and self._waiting:
             tenant, waiting = self._waiting.popitem(last=False)
             message = waiting.popleft()
             if waiting:
                 self._waiting[tenant] = waiting  # behind the other tenants
             if isinstance(message, int):
-                self._in_slow_lane = message
+                self._in_slow_process = message
                 self._slow.submit(message, [*self._calls[message][:2]])
                 continue
-            self._in_slow_lane = message.number
+            self._in_slow_process = message.number
             try:
                 self._slow.submit(message.number, message.body)
             except Exception as error:  # noqa: BLE001  # not sent: answer it and continue with the next one
-                self._in_slow_lane = None
+                self._in_slow_process = None
                 self.drop(message)
                 self._refused(message, error)
 

@@ -1,7 +1,7 @@
 """The process that prepares requests: it decodes bodies, renders chats, tokenises prompts and compiles grammars.
 
 Any of these can take seconds, which no check can predict. In this process it delays no lease renewal, no stream and no
-probe. `lane.py` is the parent's side. Both write msgpack frames with a length prefix:
+probe. `preparer_process.py` is the parent's side. Both write msgpack frames with a length prefix:
 
     parent -> child   {settings}, once; [number, request id, content type, body];
                       [0, grammar, problem or nil]: the verdict of another process;

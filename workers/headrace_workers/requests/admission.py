@@ -28,8 +28,8 @@ from headrace_monitoring.metrics import Metrics
 from headrace_wire.codes import DeadLetterReason, ErrorCode
 from headrace_workers.preparation.celery_request import CeleryRequest
 from headrace_workers.preparation.intake import Incoming, Prepared, RefusedError
-from headrace_workers.preparation.lane import MakeLane
 from headrace_workers.preparation.preparation import POSTPONE_SECONDS, Preparation, PreparationError, Preparing
+from headrace_workers.preparation.preparer_process import MakeProcess
 from headrace_workers.requests.engine_watch import EngineWatch
 from headrace_workers.requests.job import Job
 from headrace_workers.requests.preemption import Preemption
@@ -45,7 +45,7 @@ class Admission:
     """Decides which messages this worker takes. Implements `WorkerPort`, through which the transport asks for them.
 
     Args:
-        make_lane: makes the two lanes that prepare messages.
+        make_process: makes the two processes that prepare messages.
         preemption: preempts requests for those of higher priority.
         worker_name: names the writer of each attempt in its stream.
     """
@@ -59,7 +59,7 @@ class Admission:
         writer: StreamWriter,
         metrics: Metrics,
         tracing: RequestTracing,
-        make_lane: MakeLane,
+        make_process: MakeProcess,
         preemption: Preemption,
         worker_name: str,
     ) -> None:
@@ -74,7 +74,7 @@ class Admission:
         self._preemption = preemption
         self._claims = StreamClaims(writer, settlement, metrics, tracing, worker_name)
         self.preparation = Preparation(
-            make_lane,
+            make_process,
             model.adapters,
             model.names[0],
             max_messages=model.max_num_seqs,

@@ -21,7 +21,7 @@ from headrace_broker.streams.writer import StreamWriter
 from headrace_monitoring.health import WorkerHealth
 from headrace_monitoring.metrics import Metrics
 from headrace_workers.engine_link.supervisor import EngineEvents, EngineSupervisor
-from headrace_workers.preparation.lane import MakeLane
+from headrace_workers.preparation.preparer_process import MakeProcess
 from headrace_workers.requests.admission import Admission
 from headrace_workers.requests.engine_watch import EngineWatch
 from headrace_workers.requests.in_flight import InFlight
@@ -98,7 +98,7 @@ class Dispatcher:
     Args:
         client: Redis for streams and registry.
         supervise: makes the engine's supervisor, which reports engine events.
-        make_lane: makes the two lanes that prepare messages.
+        make_process: makes the two processes that prepare messages.
         preemption: preempts requests for those of higher priority.
         store_result: see `Settlement`.
         on_refused: called with the reason when Redis refuses to serve the queue, or what the worker writes.
@@ -115,7 +115,7 @@ class Dispatcher:
         stream_ttl_seconds: int,
         worker_name: str,
         supervise: Callable[[EngineEvents], EngineSupervisor],
-        make_lane: MakeLane,
+        make_process: MakeProcess,
         preemption: Preemption,
         metrics: Metrics,
         health: WorkerHealth,
@@ -167,7 +167,7 @@ class Dispatcher:
             writer,
             metrics,
             tracing,
-            make_lane=make_lane,
+            make_process=make_process,
             preemption=preemption,
             worker_name=worker_name,
         )

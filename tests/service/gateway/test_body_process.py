@@ -12,14 +12,14 @@ from headrace_gateway.chat.fields import read_chat
 from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.keys.api_key import ANYONE
 from headrace_gateway.requests.body import SMALL_BYTES, Body
-from headrace_gateway.requests.body_lane import BodyLane
+from headrace_gateway.requests.body_process import BodyProcess
 
 
 @pytest.fixture
-async def lane() -> AsyncIterator[BodyLane]:
-    lane = BodyLane()
-    yield lane
-    await lane.aclose()
+async def bodies() -> AsyncIterator[BodyProcess]:
+    bodies = BodyProcess()
+    yield bodies
+    await bodies.aclose()
 
 
 def encoded(size: int, **fields: Any) -> bytes:
@@ -46,28 +46,28 @@ def read_tiny(body: dict[str, Any]) -> Any:
     return read_chat({name: value for name, value in body.items() if name != "padding"}, model=None, lora=None)
 
 
-async def test_only_large_bodies_leave_the_process(lane: BodyLane) -> None:
-    assert await Body(encoded(9), lane, ANYONE).read(pid_of) == os.getpid()
-    assert await Body(encoded(SMALL_BYTES), lane, ANYONE).read(pid_of) != os.getpid()
+async def test_only_large_bodies_leave_the_process(bodies: BodyProcess) -> None:
+    assert await Body(encoded(9), bodies, ANYONE).read(pid_of) == os.getpid()
+    assert await Body(encoded(SMALL_BYTES), bodies, ANYONE).read(pid_of) != os.getpid()
 
 
 @pytest.mark.parametrize("size", [0, SMALL_BYTES])
-async def test_calls_and_refusals_are_the_same_at_any_size(lane: BodyLane, size: int) -> None:
+async def test_calls_and_refusals_are_the_same_at_any_size(bodies: BodyProcess, size: int) -> None:
     fields = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
-    body = Body(encoded(size, **fields), lane, ANYONE)
+    body = Body(encoded(size, **fields), bodies, ANYONE)
     assert await body.read(read_tiny) == read_tiny(fields)
     with pytest.raises(ApiError) as raised:
         await body.read(refuse)
     error = raised.value
     assert (error.status, error.code, error.message, error.param) == (400, "unsupported", "refused", "messages[3]")
     with pytest.raises(ApiError, match="not valid JSON"):
-        await Body(b"{" + b" " * size, lane, ANYONE).read(pid_of)
+        await Body(b"{" + b" " * size, bodies, ANYONE).read(pid_of)
 
 
 async def test_the_log_says_where_an_unexpected_error_came_from_and_does_not_quote_the_body(
-    lane: BodyLane, caplog: pytest.LogCaptureFixture
+    bodies: BodyProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    body = Body(encoded(SMALL_BYTES, secret="swordfish"), lane, ANYONE)
+    body = Body(encoded(SMALL_BYTES, secret="swordfish"), bodies, ANYONE)
     with pytest.raises(RuntimeError, match="KeyError") as raised:
         await body.read(fail)
     assert "in fail" in caplog.text
@@ -75,8 +75,8 @@ async def test_the_log_says_where_an_unexpected_error_came_from_and_does_not_quo
     assert "swordfish" not in str(raised.value) + caplog.text
 
 
-async def test_a_process_that_dies_fails_one_body_and_is_replaced(lane: BodyLane) -> None:
-    body = Body(encoded(SMALL_BYTES), lane, ANYONE)
+async def test_a_process_that_dies_fails_one_body_and_is_replaced(bodies: BodyProcess) -> None:
+    body = Body(encoded(SMALL_BYTES), bodies, ANYONE)
     with pytest.raises(ApiError) as raised:
         await body.read(kill)
     assert raised.value.status == 500

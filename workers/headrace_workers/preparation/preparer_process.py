@@ -1,4 +1,4 @@
-"""`PreparationLane`: one process that prepares requests, watched by the worker's event loop.
+"""`PreparerProcess`: one process that prepares requests, watched by the worker's event loop.
 
 Nothing here blocks. Bytes that the pipe does not take are written later, and answers are read in short turns.
 """
@@ -37,7 +37,7 @@ Verdict = Callable[[str, str | None], None]
 """Takes a grammar that the process has compiled, and the problem with it, or None."""
 
 
-class PreparationLane:
+class PreparerProcess:
     """Prepares requests in the order of their submission. Restarts its process when a request exceeds a limit.
 
     That request is refused, and the requests behind it are sent again. If the process dies of another cause, its
@@ -259,5 +259,5 @@ class PreparationLane:
         self._ended.append(process)
 
 
-MakeLane = Callable[..., PreparationLane]
+MakeProcess = Callable[..., PreparerProcess]
 """Takes `is_quick`, `on_answer` and `on_verdict`."""

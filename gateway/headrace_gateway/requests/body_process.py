@@ -1,4 +1,4 @@
-"""`BodyLane`: parses and checks large bodies in another process, so that they do not hold up the event loop.
+"""`BodyProcess`: parses and checks large bodies in another process, so that they do not hold up the event loop.
 
 A body of 4 MiB can take seconds, and a thread would not help: it holds the interpreter's lock while it parses. The
 process starts with the first large body. It ends with the gateway, however that ends, since its pipe is closed then.
@@ -34,12 +34,12 @@ class _Reader(NamedTuple):
     pipe: Connection
 
 
-class BodyLane:
+class BodyProcess:
     """One process, which reads one body at a time. Callers of `run` hold the turn of the body's owner."""
 
     def __init__(self) -> None:
         self._reader: _Reader | None = None
-        self._thread: Final = ThreadPoolExecutor(1, "body-lane")
+        self._thread: Final = ThreadPoolExecutor(1, "body-process")
         """It waits for the process."""
         self._turns: Final[defaultdict[Hashable, asyncio.Lock]] = defaultdict(asyncio.Lock)
         """By owner."""
@@ -95,7 +95,7 @@ class BodyLane:
 def _start() -> _Reader:
     context = multiprocessing.get_context("spawn")
     ours, its = context.Pipe()
-    process = context.Process(target=_serve, args=(its,), daemon=True, name="body-lane")
+    process = context.Process(target=_serve, args=(its,), daemon=True, name="body-process")
     process.start()
     its.close()
     return _Reader(process, ours)

@@ -30,7 +30,7 @@ from headrace_broker.errors import (
 )
 from headrace_broker.messages import GenerateRequest
 from headrace_broker.models.registry import RegisteredModel
-from headrace_broker.models.traits import TemplateTraits
+from headrace_broker.models.template_features import TemplateFeatures
 from headrace_broker.queue.dead_letters import DeadLetter
 from headrace_broker.queue.levels import QueueLevels
 from headrace_broker.results import ChoiceOutput, ErrorInfo, GenerateResult, RequestFailedError, TokenLogprob, Usage
@@ -65,7 +65,7 @@ __all__ = [
     "StreamExpiredError",
     "SubmitOptions",
     "SubmitRequest",
-    "TemplateTraits",
+    "TemplateFeatures",
     "TenantQueueFullError",
     "TokenLogprob",
     "TransportConfigurationError",

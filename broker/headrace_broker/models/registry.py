@@ -12,7 +12,7 @@ import redis
 
 from headrace_broker.errors import MalformedEntryError
 from headrace_broker.keys import MODELS_KEY
-from headrace_broker.models.traits import TemplateTraits
+from headrace_broker.models.template_features import TemplateFeatures
 from headrace_broker.packing import pack, unpack
 
 
@@ -39,7 +39,7 @@ class RegisteredModel:
     """Name of the format in which the model writes tool calls, such as `hermes`."""
     reasoning_parser: str | None = None
     """Name of the format in which the model writes its reasoning, such as `think`."""
-    template: TemplateTraits = field(default_factory=TemplateTraits)
+    template: TemplateFeatures = field(default_factory=TemplateFeatures)
     tokenizer_calls: bool = False
     """Its workers answer tokenizer calls; see `client/tokenizer_calls.py`."""
 
@@ -91,7 +91,7 @@ def _read_model(name: str, data: Mapping[str, Any]) -> RegisteredModel:
         loras=tuple(map(str, loras)) if isinstance(loras, list) else (),
         tool_parser=_text(data.get("tool_parser")),
         reasoning_parser=_text(data.get("reasoning_parser")),
-        template=TemplateTraits.from_wire(data.get("template")),
+        template=TemplateFeatures.from_wire(data.get("template")),
         tokenizer_calls=data.get("tokenizer_calls") is True,
     )
 

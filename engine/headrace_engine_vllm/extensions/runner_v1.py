@@ -27,9 +27,9 @@ class CountedGenerator(torch.Generator):
 
     def begin(self, seed: int, tokens: "Sequence[int]") -> None:
         self._seed, self._tokens = seed, tokens
-        self._put_back()
+        self._rewind()
 
-    def _put_back(self) -> None:
+    def _rewind(self) -> None:
         self.manual_seed(self._seed)
         for _ in self._tokens:  # vLLM's CPU sampler draws one number for each token
             torch.randint(0, 2**31, (1,), generator=self, dtype=torch.long)
@@ -38,7 +38,7 @@ class CountedGenerator(torch.Generator):
         return 4  # the runner subtracts 4, the size of a draw on CUDA
 
     def set_offset(self, _: int) -> torch.Generator:
-        self._put_back()
+        self._rewind()
         return self
 
 

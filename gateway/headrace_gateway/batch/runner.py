@@ -80,12 +80,12 @@ class BatchRunner:
         for held in older:  # Redis has lost its claim; two tasks must not run one batch
             held.task.cancel()
         if older:
-            await self._claims.put_back(claim, after=_POLL_SECONDS)
+            await self._claims.release(claim, after=_POLL_SECONDS)
             return False
         batch = await self._context.store.find(claim.item)
         owner = None if batch is None else (batch.record.key, batch.record.tenant)
         if sum(held.owner == owner for held in self._held.values()) >= _MOST_OF_A_KEY:
-            await self._claims.put_back(claim, after=_RETRY_SECONDS)
+            await self._claims.release(claim, after=_RETRY_SECONDS)
             return False
         logger.info("batch taken", id=claim.item, token=claim.token)
         work = BatchWork(self._context, claim)
@@ -102,7 +102,7 @@ class BatchRunner:
                 logger.warning("batch lost to another replica", id=claim.item, token=claim.token)
             elif error is not None:
                 logger.error("batch failed in this replica", id=claim.item, exception=frames(error))
-                await self._claims.put_back(claim, after=_RETRY_SECONDS)
+                await self._claims.release(claim, after=_RETRY_SECONDS)
             del self._held[claim]
 
     async def _sweep_periodically(self) -> None:
@@ -148,7 +148,7 @@ class BatchRunner:
             await asyncio.wait(tasks)
         with contextlib.suppress(*REDIS_ERRORS):  # then the claims expire
             for claim in self._held:
-                await self._claims.put_back(claim)
+                await self._claims.release(claim)
 
 
 @asynccontextmanager

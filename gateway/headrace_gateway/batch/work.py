@@ -124,8 +124,8 @@ class BatchWork:
             if batch.has_ended:
                 await self._publish(batch)
                 if before is not None:  # keep the folder until Redis has flushed this status
-                    put_back = partial(self._context.store.claims.put_back, self._claim, after=_END_SECONDS)
-                    await self._with_redis(put_back)
+                    release = partial(self._context.store.claims.release, self._claim, after=_END_SECONDS)
+                    await self._with_redis(release)
                     return
                 break
             if batch == before:

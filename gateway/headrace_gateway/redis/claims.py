@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 _ADD: Final = script("claims_prelude", "claims_add")
 _TAKE: Final = script("claims_prelude", "claims_take")
 _RENEW: Final = script("claims_prelude", "claims_renew")
-_PUT_BACK_ALL: Final = script("claims_prelude", "claims_put_back_all")
+_RELEASE_ALL: Final = script("claims_prelude", "claims_release_all")
 _RELEASE: Final = script("claims_prelude", "claims_release")
 
 
@@ -44,7 +44,7 @@ class Claims:
         self._add: Final = client.register_script(_ADD.text)
         self._take: Final = client.register_script(_TAKE.text)
         self._renew: Final = client.register_script(_RENEW.text)
-        self._put_back_all: Final = client.register_script(_PUT_BACK_ALL.text)
+        self._release_all: Final = client.register_script(_RELEASE_ALL.text)
         self._release: Final = client.register_script(_RELEASE.text)
 
     async def add(self, item: str, *, after: float = 0.0) -> bool:
@@ -64,15 +64,15 @@ class Claims:
         args = [_milliseconds(self.seconds), *(part for claim in given for part in claim)]
         return {given[place] for place in await self._renew(keys=self._keys, args=args)}
 
-    async def put_back(self, claim: Claim, *, after: float = 0.0) -> bool:
+    async def release(self, claim: Claim, *, after: float = 0.0) -> bool:
         """Release a claim, so that its item is due again in `after` seconds; return False if the claim is lost."""
         return bool(await self._release(keys=self._keys, args=[*claim, _milliseconds(after)]))
 
-    async def put_back_all(self, claims: Collection[Claim], *, after: float) -> None:
+    async def release_all(self, claims: Collection[Claim], *, after: float) -> None:
         """Release these claims, so that their items are due again in `after` seconds; skip those that are lost."""
         if claims:
             args = [_milliseconds(after), *(part for claim in claims for part in claim)]
-            await self._put_back_all(keys=self._keys, args=args)
+            await self._release_all(keys=self._keys, args=args)
 
     async def finish(self, claim: Claim) -> bool:
         """Remove the item; return False if the claim is lost."""

@@ -90,7 +90,7 @@ class ResponseCollector:
             return 0
         interval = min(max(_SHORTEST_SECONDS, num_open / _LOOKS_PER_SECOND), self._longest)
         ready = set(await self._ready(claims))
-        await self._claims.put_back_all([claim for claim in claims if claim not in ready], after=interval)
+        await self._claims.release_all([claim for claim in claims if claim not in ready], after=interval)
         kept_at = time.monotonic()
         left = list(ready)
         while left:
@@ -120,16 +120,16 @@ class ResponseCollector:
     async def _try_finish(self, claim: Claim, interval: float) -> None:
         try:
             if not await self._finish(claim):
-                await self._claims.put_back(claim, after=interval)
+                await self._claims.release(claim, after=interval)
         except (ApiError, HeadraceBrokerError) as error:  # another release accepted it, or an entry cannot be read
             logger.warning("response not stored", id=claim.item, reason=type(error).__name__)
-            await self._claims.put_back(claim, after=_FAULT_SECONDS)
+            await self._claims.release(claim, after=_FAULT_SECONDS)
         except REDIS_ERRORS:
             raise
         except Exception as error:  # noqa: BLE001  # one response must not keep the others from being stored
             check_cancelled()
             logger.error("response not stored", id=claim.item, exception=frames(error))
-            await self._claims.put_back(claim, after=_DEFECT_SECONDS)
+            await self._claims.release(claim, after=_DEFECT_SECONDS)
 
     async def _finish(self, claim: Claim) -> bool:
         """Store and publish the end. Return False if the response has not ended."""

@@ -90,7 +90,7 @@ class Outbox:
             pipe.set(delivery_key(name, claim.item), packed, xx=True, keepttl=True)
             pipe.expire(claims.token_key, LIFE_SECONDS)
             await pipe.execute()
-        return await claims.put_back(claim, after=after)
+        return await claims.release(claim, after=after)
 
     async def finish(self, name: str, claim: Claim, delivery: Delivery | None) -> bool:
         """Record that the delivery is done or has expired; return False if the claim is lost."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import redis
 
-from headrace_broker import RegisteredModel, TemplateTraits
+from headrace_broker import RegisteredModel, TemplateFeatures
 from headrace_broker.keys import MODELS_KEY
 from headrace_broker.models.registry import known_models, read_models, register_model
 from headrace_broker.packing import pack
@@ -15,7 +15,7 @@ OLD = {"max_model_len": 64, "seen": 5.0, "worker": "w"}
 
 
 def test_a_model_is_read_as_it_was_registered(redis_client: "redis.Redis") -> None:
-    template = TemplateTraits(
+    template = TemplateFeatures(
         exists=True, tools=True, developer=True, thinking="enable_thinking", reasoning_effort=True, special_tags=True
     )
     said: dict[str, Any] = {
@@ -45,7 +45,7 @@ def test_an_entry_of_an_older_worker_has_defaults() -> None:
 
 def test_unknown_fields_of_a_newer_worker_are_ignored() -> None:
     entry = {**OLD, "more": 1, "template": {"exists": True, "vision": True, "tools": "yes", "thinking": 3}}
-    assert read_models({b"m": pack(entry)})["m"].template == TemplateTraits(exists=True)
+    assert read_models({b"m": pack(entry)})["m"].template == TemplateFeatures(exists=True)
 
 
 @pytest.mark.parametrize(

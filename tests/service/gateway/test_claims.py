@@ -58,7 +58,7 @@ async def test_an_expired_claim_goes_to_another_replica_which_alone_can_finish_i
     assert after.token > before.token
     assert await first.renew([before]) == {before}
     assert not await first.finish(before)
-    assert not await first.put_back(before)
+    assert not await first.release(before)
     assert await second.renew([after]) == set()
     assert await second.finish(after)
     let_pass(redis_client, 60)
@@ -75,13 +75,13 @@ async def test_a_renewed_claim_is_not_lost(replicas: tuple[Claims, Claims], redi
     assert await second.take(1) == []
 
 
-async def test_an_item_put_back_is_due_later_and_its_old_claim_is_lost(
+async def test_a_released_item_is_due_later_and_its_old_claim_is_lost(
     replicas: tuple[Claims, Claims], redis_client: "redis.Redis"
 ) -> None:
     first, second = replicas
     await first.add("a")
     (claim,) = await first.take(1)
-    assert await first.put_back(claim, after=300)
+    assert await first.release(claim, after=300)
     assert await first.renew([claim]) == {claim}
     assert await second.take(1) == []
     let_pass(redis_client, 300)

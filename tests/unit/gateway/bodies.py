@@ -7,7 +7,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from headrace_broker import RegisteredModel
-from headrace_broker.models.traits import TemplateTraits
+from headrace_broker.models.template_features import TemplateFeatures
 from headrace_gateway.errors import ApiError
 from headrace_gateway.requests import field_tables
 from headrace_gateway.requests.call import Call
@@ -17,10 +17,10 @@ COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hello"}
 RESPONSE: dict[str, Any] = {"model": "m", "input": "hello"}
 
 
-def model(**traits: Any) -> RegisteredModel:
+def model(**features: Any) -> RegisteredModel:
     """Return a model with these features of its chat template, and a `tool_parser` or `reasoning_parser`."""
-    parsers = {name: traits.pop(name) for name in ("tool_parser", "reasoning_parser") if name in traits}
-    template = TemplateTraits(**{"exists": True, "tools": True, **traits})
+    parsers = {name: features.pop(name) for name in ("tool_parser", "reasoning_parser") if name in features}
+    template = TemplateFeatures(**{"exists": True, "tools": True, **features})
     return RegisteredModel("m", 100, 1.0, "w", template=template, **parsers)
 
 

@@ -25,12 +25,12 @@ REASONING: Any = {"thinking": "enable_thinking", "reasoning_effort": True, "reas
 CALLING: Any = {"tool_parser": "hermes"}
 
 
-def read(traits: dict[str, Any] | None = None, **fields: Any) -> Call:
-    return read_message({**BODY, **fields}, model=model(**(traits or {})), lora=None)
+def read(features: dict[str, Any] | None = None, **fields: Any) -> Call:
+    return read_message({**BODY, **fields}, model=model(**(features or {})), lora=None)
 
 
-def request(traits: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-    (read_request,) = read(traits, **fields).requests
+def request(features: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    (read_request,) = read(features, **fields).requests
     return read_request.to_kwargs()
 
 
@@ -63,7 +63,7 @@ def test_consecutive_turns_of_one_role_are_merged() -> None:
 
 def test_reasoning_of_consecutive_turns_is_merged() -> None:
     turns = [("assistant", [{"type": "thinking", "thinking": each, "signature": ""}]) for each in ("a", "b")]
-    found = messages(("user", "x"), *turns, ("user", "y"), traits=REASONING)[1]
+    found = messages(("user", "x"), *turns, ("user", "y"), features=REASONING)[1]
     assert found == {"role": "assistant", "content": "", "reasoning_content": "ab"}
 
 

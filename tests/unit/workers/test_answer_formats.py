@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import WordLevel
 
-from headrace_broker import TemplateTraits
+from headrace_broker import TemplateFeatures
 from headrace_engine.text.chat_history import PROBE_TOOLS, probe_call
 from headrace_engine.text.chat_template import written_call
 from headrace_engine.text.tokenizer_parts import TokenizerParts
@@ -158,20 +158,20 @@ def test_the_formats_of_a_family_are_detected_in_its_template(
 
 
 @pytest.mark.parametrize(
-    ("template", "traits"),
+    ("template", "features"),
     [
-        pytest.param(None, TemplateTraits(), id="no-template"),
-        pytest.param(SMOLLM_2, TemplateTraits(exists=True), id="smollm2"),
-        pytest.param(QWEN_25, TemplateTraits(exists=True, tools=True), id="qwen2.5"),
-        pytest.param(QWEN_3, TemplateTraits(exists=True, tools=True, thinking="enable_thinking"), id="qwen3"),
-        pytest.param(DEEPSEEK_V31, TemplateTraits(exists=True, thinking="thinking"), id="deepseek-v3.1"),
+        pytest.param(None, TemplateFeatures(), id="no-template"),
+        pytest.param(SMOLLM_2, TemplateFeatures(exists=True), id="smollm2"),
+        pytest.param(QWEN_25, TemplateFeatures(exists=True, tools=True), id="qwen2.5"),
+        pytest.param(QWEN_3, TemplateFeatures(exists=True, tools=True, thinking="enable_thinking"), id="qwen3"),
+        pytest.param(DEEPSEEK_V31, TemplateFeatures(exists=True, thinking="thinking"), id="deepseek-v3.1"),
         pytest.param(
-            GPT_OSS, TemplateTraits(exists=True, tools=True, developer=True, reasoning_effort=True), id="gpt-oss"
+            GPT_OSS, TemplateFeatures(exists=True, tools=True, developer=True, reasoning_effort=True), id="gpt-oss"
         ),
     ],
 )
-def test_the_variables_that_a_template_reads_are_detected(template: str | None, traits: TemplateTraits) -> None:
-    assert formats(template)["template"] == traits
+def test_the_variables_that_a_template_reads_are_detected(template: str | None, features: TemplateFeatures) -> None:
+    assert formats(template)["template"] == features
 
 
 @pytest.mark.parametrize(

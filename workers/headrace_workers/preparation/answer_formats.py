@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Final
 
-from headrace_broker import TemplateTraits
+from headrace_broker import TemplateFeatures
 from headrace_engine.text.chat_template import reads_variable, written_call
 from headrace_engine.text.tokenizer import ModelTokenizer
 from headrace_engine.text.tokenizer_parts import TokenizerParts
@@ -151,7 +151,7 @@ class AnswerFormats:
                 reasoning_parser = HARMONY
         # decoding skips them
         skipped = {token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special}
-        traits = TemplateTraits(
+        features = TemplateFeatures(
             exists=bool(template),
             tools=reads_variable(template, "tools"),
             developer="developer" in template,
@@ -164,7 +164,7 @@ class AnswerFormats:
             "tokenizer": fingerprint_of(parts),
             "tool_parser": tool_parser,
             "reasoning_parser": reasoning_parser,
-            "template": traits,
+            "template": features,
         }
 
     @staticmethod

@@ -6,7 +6,7 @@ from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
-class TemplateTraits:
+class TemplateFeatures:
     """The features that a model's chat template supports."""
 
     exists: bool = False

@@ -19,7 +19,11 @@ _GATEWAY: Final[tuple[Writer, ...]] = ("gateway",)
 _REQUEST: Final = "the request's `expires`, plus `HEADRACE_RESULT_TTL_SECONDS`, plus an hour"
 
 REDIS_ID_KEY: Final = KEYS.fixed(
-    *("redis_id", "headrace:gw:redis-id", "string", _GATEWAY, "for ever"),
+    "redis_id",
+    "headrace:gw:redis-id",
+    "string",
+    _GATEWAY,
+    "for ever",
     "A random id of this Redis, by which a gateway sees that it was replaced.",
 )
 

@@ -18,10 +18,7 @@ _LEAST_TOP_P: Final = 1e-9
 _DEEPEST: Final = 16
 """No field of the API is nested more deeply."""
 _OWN_VALUES: Final = frozenset(
-    {
-        *("parameters", "schema", "input_schema", "json", "arguments"),
-        *("chat_template_kwargs", "vllm_xargs"),
-    }
+    {"parameters", "schema", "input_schema", "json", "arguments", "chat_template_kwargs", "vllm_xargs"}
 )
 """Fields whose values belong to the caller, at any depth."""
 STREAM_OPTIONS: Final = ("include_usage", "continuous_usage_stats", "include_obfuscation")

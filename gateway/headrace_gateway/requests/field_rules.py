@@ -18,8 +18,8 @@ MAX_METADATA: Final = 16
 MAX_METADATA_NAME: Final = 64
 MAX_METADATA_VALUE: Final = 512
 RESERVED_VARIABLES: Final = (
-    *("messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template"),
-)
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize", "chat_template",
+)  # fmt: skip
 """Variables of a chat template that fields of the body set."""
 
 

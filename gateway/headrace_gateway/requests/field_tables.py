@@ -15,28 +15,22 @@ SAMPLING: Final = {
 }
 """Sampling parameters: the API's name -> the queue's name. The queue's rules check the values."""
 
-COMMON: Final = frozenset(
-    {
-        *("model", "stream", "stream_options", "priority", "service_tier", "response_format"),
-        *("logprobs", "max_tokens", "prompt_cache_key", "return_token_ids", "return_tokens_as_token_ids"),
-    }
-)
-CHAT: Final = COMMON | frozenset(
-    {
-        *("messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "top_logprobs"),
-        *("reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
-        *("metadata", "include_reasoning", "store", "verbosity", "modalities"),
-    }
-)
+COMMON: Final = frozenset({
+    "model", "stream", "stream_options", "priority", "service_tier", "response_format",
+    "logprobs", "max_tokens", "prompt_cache_key", "return_token_ids", "return_tokens_as_token_ids",
+})  # fmt: skip
+CHAT: Final = COMMON | frozenset({
+    "messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "top_logprobs",
+    "reasoning_effort", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+    "metadata", "include_reasoning", "store", "verbosity", "modalities",
+})  # fmt: skip
 COMPLETION: Final = COMMON | frozenset({"prompt", "echo", "suffix", "best_of"})
-RESPONSE: Final = frozenset(
-    {
-        *("model", "input", "instructions", "max_output_tokens", "tools", "tool_choice", "parallel_tool_calls"),
-        *("text", "reasoning", "top_logprobs", "include", "previous_response_id", "store", "background", "metadata"),
-        *("stream", "stream_options", "truncation", "priority", "service_tier", "prompt_cache_key"),
-        *("chat_template_kwargs", "return_tokens_as_token_ids", "max_tool_calls", "context_management"),
-    }
-)
+RESPONSE: Final = frozenset({
+    "model", "input", "instructions", "max_output_tokens", "tools", "tool_choice", "parallel_tool_calls",
+    "text", "reasoning", "top_logprobs", "include", "previous_response_id", "store", "background", "metadata",
+    "stream", "stream_options", "truncation", "priority", "service_tier", "prompt_cache_key",
+    "chat_template_kwargs", "return_tokens_as_token_ids", "max_tool_calls", "context_management",
+})  # fmt: skip
 """Fields of the Responses API. It also has the sampling parameters, except for those in RESPONSE_REFUSED."""
 TOKENIZE_PROMPT: Final = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
 TOKENIZE_CHAT: Final = TOKENIZE_PROMPT - {"prompt"} | frozenset(

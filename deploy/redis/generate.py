@@ -113,6 +113,7 @@ _GATEWAY: Final = (
     Rights(BOTH, "tokenizer_answer", "blpop"),
     Rights(BOTH, "hub", "xadd expire"),
     Rights(READ, "stream hub", "xread xrange xrevrange"),
+    Rights(READ, "stream", "memory|usage"),
     Rights(READ, "headrace*", "eval_ro type exists llen lindex lrange hget hgetall hexists zcard zcount zrange"),
     # dead letters: sent again, or deleted with what is left of their requests
     Rights(BOTH, "dead_letters list headrace:lease:* stream ended listener engine_losses result", "eval evalsha"),

@@ -25,6 +25,7 @@ from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.http.broker_errors import not_found, unavailable
 from headrace_gateway.http.json import JsonResponse
 from headrace_gateway.keys.api_key import ApiKey
+from headrace_gateway.keys.limits import LEAST_STREAM_TOKENS
 from headrace_gateway.redis.keys import envelope_key, response_key
 from headrace_gateway.requests.body import model_named
 from headrace_gateway.requests.call import AnswerOptions, Call, ResponseOptions, with_usage
@@ -202,6 +203,10 @@ async def charged_reader(
         finally:
             if reader.has_ended:
                 await count_end(gateway, envelope)
+            if reader.num_output_tokens >= LEAST_STREAM_TOKENS:
+                with contextlib.suppress(*REDIS_ERRORS):  # the next requests of this tenant are counted again
+                    life = gateway.envelopes.result_ttl
+                    await gateway.stored.count_streams(envelope.key, envelope.tenant, envelope.request_ids, life)
 
 
 async def count_end(gateway: Gateway, envelope: Envelope) -> None:

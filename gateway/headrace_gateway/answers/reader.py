@@ -102,7 +102,12 @@ class AnswerReader:
     @property
     def num_tokens(self) -> int:
         """Prompt and output tokens read so far, over all prompts and choices."""
-        return sum(self._prompt_tokens.values()) + sum(self._output_tokens.values())
+        return sum(self._prompt_tokens.values()) + self.num_output_tokens
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens read so far, over all prompts and choices."""
+        return sum(self._output_tokens.values())
 
     def _count(self, request_id: str, event: StreamEvent) -> None:
         if isinstance(event, StartEvent):

@@ -3,12 +3,13 @@
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from headrace_broker.keys import stream_key
 from headrace_broker.server.connections import REDIS_ERRORS
 from headrace_gateway.errors import ApiError
 from headrace_gateway.keys.api_key import ApiKey
@@ -25,6 +26,10 @@ _CHARGE: Final = script("rate_prelude", "rate_charge")
 
 LEAST_BYTES: Final = 4096
 """Smaller requests are not counted: most are, and an entry takes memory, too. `requests_per_minute` bounds them."""
+LEAST_STREAM_BYTES: Final = 64 * 2**10
+"""`requests_per_minute` bounds smaller streams."""
+LEAST_STREAM_TOKENS: Final = 100
+"""An answer with fewer has no large stream."""
 _COUNT: Final = script("stored_count")
 
 BODIES_AT_ONCE: Final = 16
@@ -163,7 +168,9 @@ class StoredBytes:
     """Counts what requests keep in Redis, and bounds it for each tenant, or key without a tenant.
 
     Counted are large requests: the message in the queue until the answer has ended, the envelope, and the stored input
-    and output of a response. An entry has the life of what it counts, so nothing remains after a replica is killed.
+    and output of a response. The streams of a large answer are counted after its end. An entry has the life of what it
+    counts, so nothing remains after a replica is killed.
+
     Methods raise redis-py's errors.
 
     Args:
@@ -173,6 +180,7 @@ class StoredBytes:
 
     def __init__(self, client: "redis.asyncio.Redis", bound: int) -> None:
         self._bound: Final = bound
+        self._client: Final = client
         self._count: Final = client.register_script(_COUNT.text)
 
     async def admit(self, key: str, tenant: str | None, item: str, num_bytes: int, life: int) -> int:
@@ -198,6 +206,20 @@ class StoredBytes:
     async def change(self, key: str, tenant: str | None, item: str, num_bytes: int, life: int) -> None:
         """Replace the count of an admitted request by what is kept of it now."""
         await self._run(key, tenant, item, num_bytes if num_bytes >= LEAST_BYTES else 0, life, 0)
+
+    async def count_streams(self, key: str, tenant: str | None, request_ids: Sequence[str], life: int) -> None:
+        """Count the streams of an answer, if they are large.
+
+        Args:
+            life: seconds that the queue keeps them from now.
+        """
+        async with self._client.pipeline(transaction=False) as pipe:
+            for request_id in request_ids:
+                pipe.memory_usage(stream_key(request_id))
+            sizes: list[object] = await pipe.execute(raise_on_error=False)  # refused to a user of an older users.acl
+        num_bytes = sum(size for size in sizes if isinstance(size, int))
+        if num_bytes >= LEAST_STREAM_BYTES:
+            await self._run(key, tenant, f"{request_ids[0]}:stream", num_bytes, life, 0)
 
     async def _run(
         self, key: str, tenant: str | None, item: str, num_bytes: int, life: int, bound: int

@@ -157,6 +157,8 @@ class ResponseCollector:
             await self._limits.charge(envelope.key, envelope.tokens_per_minute, envelope.id, total)
         kept, life = await self._responses.kept(envelope.id)
         await self._stored.change(envelope.key, envelope.tenant, envelope.id, kept, life)
+        life = self._envelopes.result_ttl
+        await self._stored.count_streams(envelope.key, envelope.tenant, envelope.request_ids, life)
 
     async def _ended(self, envelope: Envelope) -> ResponseStream | None:
         stream = await replay(self._client, envelope)

@@ -177,6 +177,27 @@ async def test_a_cancelled_chat_that_nobody_reads_is_not_counted(
         assert redis_client.zcard("headrace:gw:stored:key:anyone") == 0
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "text", "is_counted"), [(99, "x" * 99_999, False), (100, "short", False), (100, "x" * 99_999, True)]
+)
+async def test_the_large_stream_of_an_answer_is_counted_after_it_was_read(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", num_tokens: int, text: str, is_counted: bool
+) -> None:
+    register_model(redis_client, "tiny", max_model_len=999, worker="w", seen=5.0)
+    async with running_app(redis_server.url) as (_, http):
+        waiting = asyncio.create_task(http.post("/v1/completions", json={"model": "tiny", "prompt": "x"}))
+        request_id = await asyncio.to_thread(take, redis_client)
+        writer = StreamWriter(redis_client, 600)
+        writer.claim(request_id, "w")
+        ids = list(range(num_tokens))
+        ended = StreamWrite.end(request_id, 1, num_tokens, finish_reason="stop", usage=Usage(1, 0, num_tokens))
+        writer.publish([StreamWrite.chunk(request_id, 1, num_tokens, index=0, token_ids=ids, text=text), ended])
+        assert (await waiting).status_code == 200
+    counted = redis_client.hget("headrace:gw:stored:key:anyone:bytes", f"{request_id}:stream")
+    assert (int(counted or 0) > 99_999) == is_counted
+    assert not is_counted or 590 < redis_client.ttl("headrace:gw:stored:key:anyone") <= 600
+
+
 async def test_a_replica_is_not_ready_before_redis_is_full(
     redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:

@@ -1,9 +1,10 @@
-"""The way of a request from its arrival to the scheduler.
+"""Takes each new request through the stages before the scheduler.
 
     add --> wait for the LoRA adapter --> wait for the grammar --> scheduler
              |                             |                        |
-             +-----------------------------+------------------------+--> refused: an output without a step
+             +-----------------------------+------------------------+--> refused
 
+Every stage may refuse a request. A refused request gets an output although no step of the model has computed it.
 Adapters are loaded and grammars are compiled in other threads, so that other requests continue. Imports no torch.
 """
 
@@ -20,12 +21,12 @@ from headrace_engine.requests.request import EngineCoreRequest, FinishReason, Lo
 
 NO_LORA = "this engine serves no LoRA adapters: enable_lora is not set"
 
-# With nothing to compute, a step waits this long for a grammar before it looks for new requests again.
+# A step with nothing to compute waits this long for a grammar. Then the step loop looks for new requests again.
 _GRAMMAR_WAIT_SECONDS = 0.02
 
 
 class CoreAdmission:
-    """Belongs to the thread of the step loop.
+    """Passes requests on to the scheduler. Only the thread of the step loop may call the methods.
 
     Args:
         loras: None if the engine serves no adapters.
@@ -39,10 +40,13 @@ class CoreAdmission:
         self._grammars = grammars
         self._max_model_len = max_model_len
         self._outputs: list[EngineCoreOutput] = []
-        """Outputs that no step has to be computed for."""
+        """Outputs of requests that were refused, or were complete when they arrived."""
 
     def add(self, message: EngineCoreRequest) -> None:
-        """Pass a request on as far as it can go now. A refused or complete request gets an output without a step."""
+        """Pass a request on to the scheduler, or to the stage where it must wait.
+
+        `take_outputs` returns the output of a request that is refused or already complete.
+        """
         if message.lora_request is None:
             self._add_with_adapter(message, None)
         elif self._loras is None:
@@ -67,7 +71,7 @@ class CoreAdmission:
                     self._refuse(_without_adapter(prepared.request), prepared.error)
 
     def prepare_again(self, requests: Iterable[tuple[Request, Grammar]]) -> None:
-        """Compile another grammar for requests that the scheduler gave up because theirs failed."""
+        """Compile new grammars for requests that left the scheduler because their grammars failed."""
         for request, failed in requests:
             self._grammars.add(request, failed)
 
@@ -81,13 +85,13 @@ class CoreAdmission:
             self._scheduler.queue_limits.leave(request_id)
 
     def has_work(self) -> bool:
-        """Whether a step would pass a request on, wait for a grammar, or return an output."""
+        """Whether the next step has a request to pass on, a grammar to wait for, or an output to return."""
         if self._loras is not None and self._loras.may_be_ready:
             return True
         return bool(self._outputs or self._grammars)
 
     def take_outputs(self) -> list[EngineCoreOutput]:
-        """Return the outputs that no step had to be computed for, once."""
+        """Return each output of a refused or already complete request once."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -128,7 +132,7 @@ class CoreAdmission:
     def _refuse(self, message: EngineCoreRequest | Request, reason: str) -> None:
         refusal = EngineCoreOutput(request_id=message.request_id, new_token_ids=[], error=reason)
         refusal.finish_reason = FinishReason.ERROR
-        if message.request_id not in self._scheduler.requests:  # otherwise the place in the queue is that request's
+        if message.request_id not in self._scheduler.requests:  # otherwise an earlier request with this id waits
             self._scheduler.queue_limits.leave(message.request_id)
         self._outputs.append(refusal)
 

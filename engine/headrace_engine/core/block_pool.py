@@ -82,7 +82,7 @@ class FreeList:
 
 
 class BlockPool:
-    """`num_blocks` blocks, of which block 0 is reserved."""
+    """A pool of `num_blocks` blocks. Block 0 is reserved."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks >= 2, "a pool needs the null block and one more"
@@ -141,7 +141,7 @@ class BlockPool:
                 self._free.append(block)
 
     def remember(self, block: Block, block_hash: bytes) -> None:
-        """Register the content of a full block in use. Of several blocks with the same content, the first is found."""
+        """Register the content of a full block in use. If several blocks have the same content, the first is found."""
         assert block.ref_count > 0
         if block.block_hash is None and block_hash not in self._by_hash:
             block.block_hash = block_hash

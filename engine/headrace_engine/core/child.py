@@ -16,10 +16,10 @@ def _make_core(config: EngineConfig) -> Core:
 
 
 def _import_runner(config: EngineConfig) -> ModelRunner:
-    """Create the runner. Its imports create half a million permanent objects.
+    """Create the runner. Its imports create half a million permanent objects, so keep them from garbage collection.
 
-    Garbage collection of these would take an eighth of the import time, and would later stall a step for a quarter of a
-    second from time to time.
+    Otherwise collection would take an eighth of the import time. Later it would now and then stall a step for a quarter
+    of a second.
     """
     gc.disable()
     try:

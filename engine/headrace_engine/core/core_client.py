@@ -29,10 +29,13 @@ class CoreClient(Protocol):
     def abort_requests(self, request_ids: Iterable[str]) -> None: ...
 
     def call(self, method: str, *args: Any) -> "Future[Any]":
-        """Run `EngineCore.call` in the process of the core. Answered while a thread takes outputs or calls `wait`."""
+        """Run `EngineCore.call` in the process of the core.
+
+        The answer arrives only while a thread takes outputs or calls `wait`.
+        """
 
     def wait(self, answer: "Future[Any]") -> None:
-        """Block until a call is answered. For the thread that takes outputs."""
+        """Block until a call is answered. Only the thread that takes outputs may call this."""
 
     def get_outputs(self) -> EngineCoreOutputs | None:
         """Block until a step is done and return its outputs, or None after `shutdown`.

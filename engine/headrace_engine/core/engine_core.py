@@ -54,7 +54,10 @@ class EngineCore:
             max_loras=config.lora.max_loras if config.lora else 0,
         )
         self.wake: Callable[[], None] = _ignore_wake
-        """Called, from any thread, when `has_work()` has become true by itself. Set by an owner that sleeps."""
+        """Called, from any thread, when an adapter has become ready or free, and so `has_work()` may be true.
+
+        An owner that sleeps while there is no work sets it.
+        """
         self.loras = LoRAManager.create(config.lora, runner, lambda: self.wake())
         self._tokenizer = TokenizerSource(config, self.model_info)
         self._grammars = GrammarPreparation(self._tokenizer.create_grammar_compiler)
@@ -63,9 +66,9 @@ class EngineCore:
         if config.scheduler.async_scheduling:
             self._executor = AheadExecutor(cast(LaunchingRunner, runner), self.scheduler)
         self._compilation = (0, 0.0, 0)
-        """What the runner reported last: compiled graphs, seconds of compilation, operators that the device lacks."""
+        """What the runner reported last: compiled graphs, seconds of compilation, operators that ran on the CPU."""
         self._step_lock = threading.Lock()
-        """Held during a step, for calls from other threads."""
+        """Held during a step, so that calls from other threads wait for its end."""
 
     def step(self) -> EngineCoreOutputs:
         """Compute one step. Call only while `has_work()`."""
@@ -93,13 +96,13 @@ class EngineCore:
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        """All of them: what this engine lacks for a model or a device, it refuses when it starts."""
+        """All features, adapters only if they are enabled. The constructor refuses options that the runner lacks."""
         has_loras = self.loras is not None
         everything = EngineCapabilities.of_everything(draws=DRAWS, stats=STEP_STATS)
         return replace(everything, lora=has_loras, lora_hot_load=has_loras)
 
     def add_request(self, message: EngineCoreRequest) -> None:
-        """Queue a request. The next step returns the output of one that is refused or already complete."""
+        """Queue a request. If it is refused or already complete, the next step returns its output."""
         self._admission.add(message)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -172,4 +175,4 @@ def _shortened(model_info: ModelInfo, max_tokens: int) -> ModelInfo:
 
 
 def _ignore_wake() -> None:
-    """For an owner that calls `step` on its own schedule."""
+    """Do nothing. The owner does not sleep: it calls `step` on its own schedule."""

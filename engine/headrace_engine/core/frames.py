@@ -5,14 +5,14 @@ A process that speaks this protocol is an engine. `core.serving` implements it f
     parent -> child   ["config", PROTOCOL, config]                       (the first frame)
                       ["add", request] ["abort", [ids]] ["stop"]
                       ["call", number, method, arguments]
-    child -> parent   ["ready", model info, capabilities, PROTOCOL]      (once, before the first of the next two)
+    child -> parent   ["ready", model info, capabilities, PROTOCOL]      (once)
                       ["outputs", step] ["failed", sentence, kind]
                       ["answer", number, value] ["refused", number, sentences, kind]
-                      ["log", level, logger, line], so that one process writes one log in one format
+                      ["log", level, logger, line]                       (the parent writes it to the one log)
 
-A child may send "log" and "failed" before "ready". It ends after "failed", when "stop" arrives, and when the parent's
-end of a pipe is closed. A "kind" is the name of an exception. Those of `headrace_engine.errors` are raised again as
-themselves.
+Before "ready", a child may send only "log" and "failed". It ends after it has sent "failed", when "stop" arrives, and
+when the parent has closed a pipe. A "kind" is the name of an exception class. For errors of options, models and
+requests, the parent raises an exception of the same class.
 """
 
 import os
@@ -75,8 +75,8 @@ class PipeWriter:
     """Owns the write end of a pipe.
 
     Args:
-        waits: block the caller while the pipe is full. Otherwise a thread writes, in order, what the pipe does not take
-            at once: a busy reader must not block the caller, which may be an event loop.
+        waits: True blocks the caller while the pipe is full. With False, a thread writes the bytes that the pipe does
+            not take at once. So a busy reader does not block the caller, which may be an event loop.
     """
 
     def __init__(self, fd: int, *, waits: bool) -> None:
@@ -119,7 +119,7 @@ class PipeWriter:
                     return
                 try:
                     rest = self._write_some(self._unwritten[0])
-                except OSError:  # the reader is gone: the thread that reads from it notices
+                except OSError:  # the reader is gone, which `Connection.receive` reports
                     self._unwritten.clear()
                     return
                 self._unwritten.popleft()

@@ -14,7 +14,7 @@ from headrace_engine.runner.contracts import GrammarBitmask
 from headrace_engine.system.control_group import usable_cores
 
 _MAX_THREADS = 8
-# A thread is worth its start only for this many requests.
+# Requests per thread. For fewer requests, starting another thread costs more than it saves.
 _REQUESTS_PER_THREAD = 8
 
 
@@ -63,7 +63,7 @@ class GrammarStates:
         if not wanted:
             return None
         if self._threads is None:
-            # One more, because the first thread waits for the others.
+            # One thread more, so that others can run while one waits for them in `_fill`.
             self._threads = ThreadPoolExecutor(self._num_threads + 1, thread_name_prefix="grammar-masks")
         return self._threads.submit(self._fill, wanted, self._threads)
 
@@ -101,7 +101,7 @@ def _masks_of(wanted: list[_Row]) -> dict[str, list[bytes]]:
 
 
 def _without(mask: bytes, token_ids: frozenset[int]) -> bytes:
-    """Remove the tokens that must not come before min_tokens, unless the mask allows nothing else."""
+    """Remove from a mask the tokens that min_tokens forbids now, unless the mask allows no other tokens."""
     rest = bytearray(mask)
     for token_id in token_ids:
         if token_id >> 3 < len(rest):
@@ -116,12 +116,12 @@ logger = logging.getLogger(__name__)
 class PreparedRequest:
     request: Request
     grammar: Grammar | None
-    """Advanced by the output that the request came with. None if it failed, see `error`."""
+    """The grammar after the output tokens that the request arrived with. None if it failed: see `error`."""
     error: str | None = None
 
 
 class GrammarPreparation:
-    """Holds requests until their grammars are compiled. Belongs to the thread of the step loop."""
+    """Holds requests until their grammars are compiled. Only the thread of the step loop may call the methods."""
 
     def __init__(self, create_compiler: Callable[[], GrammarCompiler]) -> None:
         self._create_compiler = create_compiler
@@ -139,7 +139,7 @@ class GrammarPreparation:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the compiler has been created, or has failed to be."""
+        """Whether the creation of the compiler has succeeded or failed."""
         return self._compiler is not None or self._failure is not None
 
     def load(self) -> None:
@@ -157,7 +157,7 @@ class GrammarPreparation:
                 logger.error("%s", self._failure)
 
     def add(self, request: Request, failed: Grammar | None = None) -> None:
-        """Compile the grammar of a request. `failed` is the one to replace, if it had one."""
+        """Compile the grammar of a request. `failed` is its earlier grammar, if the request had one that failed."""
         self._waiting[request.request_id] = (request, self._thread.submit(self._prepare, request, failed))
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
@@ -171,7 +171,7 @@ class GrammarPreparation:
         return aborted
 
     def take(self, timeout: float) -> list[PreparedRequest]:
-        """Return the requests that are ready, by arrival. Wait at most `timeout` seconds for the first one."""
+        """Return the ready requests in the order of arrival. Wait at most `timeout` seconds for the first one."""
         if timeout:
             wait([future for _, future in self._waiting.values()], timeout, return_when=FIRST_COMPLETED)
         ready = [request_id for request_id, (_, future) in self._waiting.items() if future.done()]

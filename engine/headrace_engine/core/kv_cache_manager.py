@@ -4,8 +4,8 @@
     block table      [ shared ][ shared ][ own ][ own ][ own, not full ]
                       ^ prefix-cache hits, full blocks only
 
-A block that several requests share is full and never written again. Only the last block of a table, which is not full
-yet, is written, and it belongs to one request. Imports no torch.
+Requests share only blocks that are full after the present step. A request writes only to the blocks that it has
+allocated, never to its prefix-cache hits. Imports no torch.
 """
 
 import logging
@@ -26,7 +26,7 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self._tables: dict[str, list[Block]] = {}
         self._num_remembered: dict[str, int] = {}
-        """Leading blocks of a table whose hashes are registered already."""
+        """By request id: how many leading blocks of its table are registered with their hashes."""
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -56,7 +56,7 @@ class KVCacheManager:
     def freed_one_by_one(self, requests: Iterable[Request], hits: list[Block]) -> Iterator[tuple[Request, int]]:
         """Yield each request with the number of blocks that become free if it and all before it are preempted.
 
-        The hits of the new request do not count, as it takes them at once.
+        Blocks among `hits` do not count, because the new request takes them at once.
         """
         taken = set(hits)
         holders: Counter[Block] = Counter()

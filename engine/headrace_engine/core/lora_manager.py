@@ -1,4 +1,4 @@
-"""Keeps track of the LoRA adapters that are loaded, of their users, and of the requests that wait for one.
+"""Keeps track of the loaded LoRA adapters, of the requests that use them, and of the requests that wait for one.
 
     request --take--> parked --ready--> scheduler          a thread loads adapters while steps are computed;
                        |  ^                               only requests that need them wait
@@ -6,8 +6,8 @@
                      loader thread --load_lora--> runner
 
 Each load of an adapter has a version, and a request keeps the version that it started with. So the removal or
-replacement of an adapter takes effect at once for later requests, and its memory is freed when its last request ends.
-Imports no torch.
+replacement of an adapter takes effect at once for later requests. The memory of the old version is freed when its last
+request ends. Imports no torch.
 """
 
 import contextlib
@@ -47,7 +47,10 @@ class LoadedLoRA(LoRAVersion):
 
 
 class LoRAManager:
-    """Methods with vLLM's names may be called from any thread, the others only from the step loop.
+    """Owns the loaded adapters and the requests that are parked until their adapter is ready.
+
+    `call` and the methods with vLLM's names (`_CALLS`) may be called from any thread, the others only from the step
+    loop.
 
     Args:
         wake: called, from any thread, when a parked request can continue, as the step loop may sleep.
@@ -61,7 +64,7 @@ class LoRAManager:
         self._loras: dict[int, LoadedLoRA] = {}
         self._retired: set[LoadedLoRA] = set()
         self._clock = itertools.count(1)
-        """One counter for versions and for times of use."""
+        """Numbers both the versions and the uses of adapters."""
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="lora")
         self._parked: list[EngineCoreRequest] = []
         self._loading: tuple[int, Future[bool]] | None = None
@@ -115,7 +118,7 @@ class LoRAManager:
             version = next(self._clock)
         self._runner.load_lora(version, request)
         with self._lock:
-            if known is None and not self._make_room():  # only now: an unreadable adapter must not evict another one
+            if known is None and not self._make_room():  # after the load: an unreadable adapter evicts none
                 self._runner.unload_lora(version)
                 raise self._no_room(request)
             lora = self._loras[request.lora_int_id] = LoadedLoRA(self, request, version)
@@ -152,7 +155,7 @@ class LoRAManager:
         return lora is not None
 
     def release(self, lora: LoadedLoRA) -> None:
-        """Note that a request that used this version has ended."""
+        """Record that a request that used this version has ended."""
         with self._lock:
             lora.num_users -= 1
             assert lora.num_users >= 0, f"{lora.name} is released more often than it was acquired"
@@ -204,7 +207,7 @@ class LoRAManager:
         """Return the adapter of a request if it is loaded. Otherwise park the request until `ready` returns it."""
         assert message.lora_request is not None
         if not self._parked:
-            with contextlib.suppress(LoRAError):  # `ready` reports it
+            with contextlib.suppress(LoRAError):  # `ready` reports the error
                 lora = self._acquire(message.lora_request)
                 if lora is not None:
                     return lora
@@ -217,7 +220,7 @@ class LoRAManager:
         left = [message for message in self._parked if message.request_id not in gone]
         if len(left) < len(self._parked):
             self._parked = left
-            self._may_be_ready = bool(left)  # later requests may have waited only for their turn
+            self._may_be_ready = bool(left)  # the aborted requests may have held up later ones
 
     def waiting_ids(self) -> list[str]:
         return [message.request_id for message in self._parked]
@@ -228,10 +231,11 @@ class LoRAManager:
         return self._may_be_ready
 
     def ready(self) -> list[tuple[EngineCoreRequest, LoadedLoRA | str]]:
-        """Return the requests that need not wait any more, with their adapter or with the reason of their refusal.
+        """Return the requests that need not wait any more, each with its adapter or with the reason of its refusal.
 
-        While a request waits for room, no later request gets an adapter: so there is room as soon as the present users
-        have ended. A request that waits for its adapter to be read blocks no other.
+        While a request waits for room, no request behind it gets an adapter, not even a loaded one. Otherwise new
+        requests could keep all loaded adapters in use for ever. While an adapter is being read, the requests behind it
+        continue.
         """
         self._may_be_ready = False
         failed = self._finish_loading()
@@ -259,7 +263,7 @@ class LoRAManager:
             return str(error)
         if lora is not None or self._loading is not None:
             return lora
-        if self._has_room() or self._all_pinned():  # if all are pinned, loading raises the error
+        if self._has_room() or self._all_pinned():  # if all are pinned, `add_lora` raises the error
             future = self._executor.submit(self.add_lora, request)
             self._loading = request.lora_int_id, future
             future.add_done_callback(lambda _: self._tell())
@@ -275,7 +279,7 @@ class LoRAManager:
         (lora_int_id, future), self._loading = self._loading, None
         error = future.exception()
         if error is None or (isinstance(error, LoRACapacityError) and not self._all_pinned()):
-            return {}  # the idle adapter came into use again: wait for another one
+            return {}  # a request took the adapter to evict: wait for another one
         if not isinstance(error, LoRAError):
             logger.error("a LoRA adapter could not be loaded", exc_info=error)
         return {lora_int_id: str(error) if isinstance(error, LoRAError) else f"{type(error).__name__}: {error}"}

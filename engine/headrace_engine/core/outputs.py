@@ -17,7 +17,7 @@ class EngineCoreOutput:
     """Prompt tokens that came from the prefix cache."""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """For the prompt tokens from the second on. Sent with the first new token of a request that asked for them."""
+    """Those of the prompt tokens from the second on. Only in the first output of a request that asked for them."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token that ended the choice, or `repetition_detected`."""
@@ -26,7 +26,7 @@ class EngineCoreOutput:
 
 @dataclass(slots=True)  # not kw_only: the wire has only the values, in this order
 class StepStats:
-    """Statistics of one step: levels after it, and counts of events in it. In seconds, tokens and blocks."""
+    """Statistics of one step: the state of the scheduler after it, and counts and times of events in it."""
 
     step_seconds: float = 0.0
     kind: str = "decode"
@@ -44,7 +44,7 @@ class StepStats:
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     lora_requests: dict[str, list[int]] = field(default_factory=dict)
-    """By adapter: the numbers of running and waiting requests."""
+    """Name of an adapter -> [number of running requests, number of waiting requests]."""
     drafted_per_position: list[int] = field(default_factory=list)
     """Verified draft tokens, by position in the draft. Empty if no request had a draft."""
     accepted_per_position: list[int] = field(default_factory=list)
@@ -61,7 +61,7 @@ class StepStats:
 
 
 STEP_STATS: Final = tuple(field.name for field in fields(StepStats))
-"""Read one by one, because asdict would copy the contents in every step."""
+"""The names of the fields, in the order of the wire. `to_wire` does not use asdict, which would copy all contents."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -152,7 +152,7 @@ class EngineCoreProcess:
             try:
                 self._pending += self.receive()
             except HeadraceEngineError:
-                assert answer.done()  # with this very error
+                assert answer.done()  # `receive` has given it the same error
 
     def fileno(self) -> int:
         return self._connection.read_fd
@@ -246,7 +246,7 @@ class EngineCoreProcess:
         return EngineDeadError(sentence, cause=_CAUSES.get(name, "crash"), summary=summary)
 
     def _fail_calls(self, error: HeadraceEngineError) -> None:
-        with contextlib.suppress(KeyError):  # all are answered, perhaps by another thread that saw the same
+        with contextlib.suppress(KeyError):  # no call is left; another thread may have answered some
             while True:
                 self._calls.popitem()[1].set_exception(error)
 
@@ -280,7 +280,8 @@ class EngineCoreProcess:
     def _kill_group(self) -> None:
         """Kill the rest of the child's process group, such as worker ranks, which hold device memory.
 
-        Called once, before the child is reaped or right after: later the number may belong to another group.
+        Sends the signal only once, before the child is reaped or right after: later the number may belong to another
+        group.
         """
         if not self._group_ended:
             self._group_ended = True
@@ -319,13 +320,13 @@ _CAUSES: dict[str, EngineDeathCause] = {
     "RecompilationError": "recompilation",
 }
 _PYTHON_ERROR = 1
-"""Exit status of an interpreter after an exception. Without any frame before, the import of the module failed."""
+"""Exit status of an interpreter after an exception. If the child has sent no frame, the import of its module failed."""
 _STARTUP_ERRORS: dict[str, type[HeadraceEngineError]] = {"ConfigError": ConfigError, "ModelLoadError": ModelLoadError}
 _IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError")
 
 
 def _error(kind: str, sentences: list[str]) -> HeadraceEngineError:
-    """Return the error of a refused call. An unexpected one has its name in the message."""
+    """Return the error of a refused call. The message of an unexpected error begins with the name of its class."""
     known = getattr(errors, kind, None)
     if isinstance(known, type) and issubclass(known, errors.InvalidRequestError):
         return known(sentences)

@@ -108,7 +108,7 @@ class QueueLimits:
         self._num_tokens -= self._entered.pop(request_id, 0)
 
     def check_integrity(self, waiting: Iterable[Request], elsewhere: Iterable[str]) -> None:
-        """Assert that exactly the new requests of the queue and those that wait elsewhere are counted."""
+        """Assert that the counted requests are exactly the new ones in `waiting` and those with ids in `elsewhere`."""
         new = {request.request_id for request in waiting if request.status is RequestState.WAITING}
         assert self._entered.keys() == new | set(elsewhere), self._entered.keys() ^ (new | set(elsewhere))
         assert self._num_tokens == sum(self._entered.values())

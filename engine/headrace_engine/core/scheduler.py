@@ -2,8 +2,9 @@
 
 There is no prefill phase and no decode phase. Each request has `num_computed_tokens`, which catches up with its
 `num_tokens`. A step has a token budget: running requests get tokens first, in the order of their admission, then
-waiting requests in policy order. A prompt longer than the budget is computed in chunks. A prefix cache hit is a head
-start. A preempted request is one whose `num_computed_tokens` is back at 0. After vLLM's V1 scheduler. Imports no torch.
+waiting requests in policy order. A prompt longer than the budget is computed in chunks. After a prefix cache hit,
+`num_computed_tokens` starts at the length of the hit. A preemption sets it back to 0. After vLLM's V1 scheduler.
+Imports no torch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,7 +27,7 @@ from headrace_engine.runner.contracts import RunnerCapabilities, StepBatch, Step
 
 # A step holds the logits of all scheduled prompt tokens of a request that wants their log-probabilities.
 _MAX_PROMPT_LOGPROBS_CHUNK = 512
-_NO_DRAFTS: list[int] = []  # shared and never changed, like the next one
+_NO_DRAFTS: list[int] = []  # this list and the next are shared and never changed
 _NO_BLOCKS: list[int] = []
 
 
@@ -67,7 +68,7 @@ class Scheduler:
     # -- arrivals and departures ----------------------------------------------------------------------------------
 
     def add_request(self, request: Request, grammar: Grammar | None = None) -> None:
-        """Queue a request. Its grammar, if it has one, has accepted the output so far."""
+        """Queue a request. Its grammar, if it has one, must have been advanced by the output so far."""
         if request.request_id in self.requests:
             raise DuplicateRequestError(f"request {request.request_id} is in the engine already")
         if not 0 < request.num_tokens < self.max_model_len:
@@ -122,7 +123,7 @@ class Scheduler:
             self._schedule_running(plan, phase="prefill")
             self._schedule_waiting(plan)
         self._has_just_prefilled = plan.num_prefills > 0
-        # Includes the victims of this step: their blocks may belong to other requests already.
+        # The runner must also forget the requests preempted in this step: others may have their blocks already.
         plan.batch.removed_request_ids, self._removed = self._removed, []
         if self.grammars:
             plan.batch.grammar_bitmask = self.grammars.bitmask(self._sampled(plan.batch))
@@ -192,7 +193,7 @@ class Scheduler:
                 new_blocks = self._extend_for_drafts(request, num_new, drafts)
             if new_blocks is None:
                 drafts = _NO_DRAFTS  # no request is preempted for drafts
-                # Usually there is room. A call to find out would take a fifth of the time for a request.
+                # Usually there is room. This check saves a call, which is a fifth of the scheduling time per request.
                 has_room = request.num_computed_tokens + num_new <= request.num_slots
                 new_blocks = _NO_BLOCKS if has_room else extend(request, num_new)
             while new_blocks is None:
@@ -219,7 +220,10 @@ class Scheduler:
         return request.draft_token_ids[: max(min(num_tokens, self._max_chunk) - 1, 0)]
 
     def _extend_for_drafts(self, request: Request, num_new: int, drafts: list[int]) -> list[int] | None:
-        """Allocate blocks for drafts and, if there are enough, for those that the runner drafts next. None: too few."""
+        """Allocate blocks for drafts and, if there are enough, for the tokens that the runner drafts next.
+
+        Return the ids of the new blocks, or None if there are too few for the drafts.
+        """
         assert self._speculator is not None
         num_new += len(drafts)
         lookahead = self._speculator.num_lookahead_tokens(request.num_computed_tokens + num_new)
@@ -258,11 +262,11 @@ class Scheduler:
         if self.stats.preemptions:
             return  # memory is short: running requests go first
         loras = {r.lora.version for r in self.running if r.lora is not None} if self._max_loras else set()
-        passed: list[Request] = []  # their adapter does not fit in this batch
+        passed: list[Request] = []  # requests whose adapter does not fit in this batch
         while self.waiting and plan.budget > 0 and self._may_prefill(plan):
             request = self.waiting.peek()
             if request.num_pending_tokens:
-                break  # a victim with a token in flight: it is admitted when all its tokens are known
+                break  # it was preempted with a token in flight, and is admitted when all its tokens are known
             if request.lora is not None and not self._lora_may_start(request, request.lora.version, loras, passed):
                 if self._policy == "fcfs" and len(self.running) == self._max_num_seqs:
                     break
@@ -286,19 +290,20 @@ class Scheduler:
                 if passed:
                     passed[0].num_passed += 1
             self._start(request, num_hit)
-            plan.batch.new_requests.append(new_request(request, block_ids))  # holds what was computed before this step
+            plan.batch.new_requests.append(new_request(request, block_ids))  # before `grant` counts more as computed
             plan.grant(request, num_new, prefill=True)
-            # A request that is preempted from here on is less urgent than this one, so this step did not admit it:
-            # these blocks will be filled in it, and batch-mates behind this request may share them already.
+            # The rest of this step cannot preempt this request: a request admitted later preempts only requests that
+            # are less urgent than itself. So the step fills these blocks, and later requests may share them already.
             self.kv.remember_full_blocks(request, num_hit + num_new)
         for request in reversed(passed):
             self.waiting.add_first(request)
 
     def _lora_may_start(self, request: Request, version: int, loras: set[int], passed: list[Request]) -> bool:
-        """Whether a request with this adapter may join a batch with `loras`, ahead of those that do not fit.
+        """Whether a request with this adapter may join a batch with the adapters `loras`.
 
-        No request passes a more urgent one, and at most `max_num_seqs` requests pass one. Then no request with an
-        adapter starts until a running adapter has no requests left. Requests without an adapter need no room for one.
+        It may pass the earlier requests `passed`, whose adapters do not fit, unless the first of these is more urgent
+        or has been passed by `max_num_seqs` requests. In both cases no request with an adapter starts until a running
+        adapter has no requests left. Requests without an adapter are not checked: they may pass all others.
         """
         if passed and (passed[0].num_passed >= self._max_num_seqs or passed[0].priority < request.priority):
             return False
@@ -314,11 +319,11 @@ class Scheduler:
         return len(self.running) < self._max_num_seqs and num_blocks + reserve <= self.kv.pool.num_free
 
     def _victims(self, request: Request, hits: list[Block], num_blocks: int) -> list[Request] | None:
-        """Return the running requests that a more urgent waiting request preempts, the least urgent first.
+        """Return the running requests to preempt for a more urgent waiting request, the least urgent first.
 
         Returns:
-            None if there are none, or if they hold too few blocks. Empty if only the watermark is in the way: it is
-            kept free for less urgent requests.
+            None if no running request is less urgent, or if the less urgent ones hold too few blocks. Empty if the
+            request fits without the watermark: a request may use it when a less urgent one runs.
         """
         if self._policy != "priority":
             return None
@@ -354,8 +359,9 @@ class Scheduler:
         """Append the sampled tokens to their requests and return an output for each request that got one.
 
         Args:
-            launched: the requests of the batch, if a later step was scheduled in the meantime. Results of requests that
-                have ended since are dropped. Requests that were preempted get their token and keep waiting.
+            launched: the requests of the batch, if a later step was scheduled in the meantime. Some of them may have
+                ended since: their results are dropped. Others may have been preempted: they get their token and keep
+                waiting.
         """
         outputs: list[EngineCoreOutput] = []
         finished: set[str] = set()
@@ -417,7 +423,7 @@ class Scheduler:
             self._take_back_rejected(request, drafts, len(sampled) - 1)
         entry = self._accept(request, sampled)
         num_computed = request.num_computed_tokens
-        if drafts:  # accepted drafts are tokens of the request only now; drafts after its end never are
+        if drafts:  # drafts after the end of the request were computed, but are not tokens of the request
             num_computed = min(num_computed, request.num_tokens)
         self._remember_full_blocks(request, num_computed)
         if self._speculator is not None and entry.finish_reason is None:

@@ -36,7 +36,8 @@ class Core(Protocol):
     """What an engine implements. One thread calls all methods. The core may call `wake` from any thread."""
 
     wake: Callable[[], None]
-    """Set before the first request: the core calls it, from any thread, when `has_work()` has become true by itself."""
+    """Set by `run` before the first request. The core calls it, from any thread, when `has_work()` becomes true between
+    two calls of its methods."""
 
     @property
     def model_info(self) -> ModelInfo: ...
@@ -45,13 +46,13 @@ class Core(Protocol):
     def capabilities(self) -> EngineCapabilities: ...
 
     def add_request(self, message: EngineCoreRequest) -> None:
-        """Queue a request, which continues its `output_token_ids` if it has any.
+        """Queue a request. If it has `output_token_ids`, continue after them.
 
-        Raises nothing for an invalid request: its last output has `FinishReason.ERROR` and the reason.
+        An invalid request raises no exception. It gets an output with `FinishReason.ERROR` and the reason.
         """
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """Forget requests, which get no more outputs. Unknown ids are ignored."""
+        """Forget requests. They get no more outputs. Unknown ids are ignored."""
 
     def has_work(self) -> bool: ...
 
@@ -211,6 +212,6 @@ def _refusal(number: int, error: BaseException) -> list[Any]:
     if not isinstance(error, errors.InvalidRequestError):
         logger.error(
             "a call failed", exc_info=error
-        )  # calls concern adapters and the tokenizer: no text of a request is in it
+        )  # the error quotes no request: calls concern only adapters, the tokenizer and the cache
         return ["refused", number, [str(error)], type(error).__name__]
     return ["refused", number, error.problems, type(error).__name__]

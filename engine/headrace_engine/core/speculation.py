@@ -2,7 +2,8 @@
 
 A step computes the last token of a request together with its drafts. At each of these positions the runner draws the
 same token as without drafts, and accepts the drafts that are equal. A draw is a function of (logits, parameters, seed,
-position), so the output is that of plain decoding, token for token. There is no rejection sampling. Imports no torch.
+position), so the output is the same as without drafts, token for token. There is no rejection sampling. Imports no
+torch.
 """
 
 from array import array
@@ -18,7 +19,8 @@ _WIDTH = array(_TYPE).itemsize
 
 
 class NgramProposer:
-    """
+    """Drafts the tokens that followed an earlier occurrence of the last n tokens (prompt lookup decoding).
+
     Args:
         num_tokens: maximum length of a draft.
         min_n: minimum length of the n-gram.
@@ -33,10 +35,10 @@ class NgramProposer:
         """The tokens of each request, as bytes."""
 
     def propose(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
-        """Return what followed the latest earlier occurrence of the longest possible n-gram; empty without one.
+        """Return the tokens after the latest earlier occurrence of the longest n-gram that ends the sequence.
 
-        `token_ids` only grows between calls with the same id. If the occurrence overlaps the end, the repetition is
-        continued: a short cycle gives a full draft too.
+        Empty if there is no occurrence. If fewer than `num_tokens` tokens follow it, the draft repeats them until it
+        has full length. Between calls with the same id, `token_ids` may only grow.
         """
         text = self._texts.setdefault(request_id, bytearray())
         text += array(_TYPE, token_ids[len(text) // _WIDTH :]).tobytes()
@@ -53,12 +55,12 @@ class NgramProposer:
         self._texts.pop(request_id, None)
 
     def _continuation(self, text: bytearray) -> int | None:
-        """Return the index of the token after the match."""
+        """Return the index of the token after the longest match, or None if there is no match."""
         found: int | None = None
         length = len(text) // _WIDTH
         end = length - 1  # an occurrence must end before the last token
         for n in range(self._min_n, min(self._max_n, length - 1) + 1):
-            # A longer match ends where a shorter one does, so the search continues from there.
+            # The end of a longer match is also the end of a shorter one, so search only up to the end just found.
             place = _rfind(text, text[(length - n) * _WIDTH :], end)
             if place is None:
                 break
@@ -75,7 +77,7 @@ def _rfind(text: bytearray, wanted: bytearray, end: int) -> int | None:
             return None
         if place % _WIDTH == 0:
             return place // _WIDTH
-        limit = place + len(wanted) - 1  # bytes of two adjacent tokens, not a token
+        limit = place + len(wanted) - 1  # the match starts within the bytes of a token
 
 
 class Speculator:
@@ -95,7 +97,7 @@ class Speculator:
     def propose(self, request: Request, output: StepOutput) -> list[int]:
         """Return the draft of a request for its next step."""
         params = request.sampling_params
-        # A step yields one token more than it has drafts.
+        # If all drafts of a step are accepted, the request gets one token more than it has drafts.
         most = min(self._num_tokens, self._max_model_len - request.num_tokens - 1)
         if params.max_tokens is not None:
             most = min(most, params.max_tokens - request.num_output_tokens - 1)

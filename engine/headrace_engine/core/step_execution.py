@@ -1,4 +1,7 @@
-"""Runs the steps that the scheduler has planned: one after the other, or one ahead of its results. Imports no torch."""
+"""Runs the steps that the scheduler has planned. Imports no torch.
+
+`SequentialExecutor` waits for the results of each step. `AheadExecutor` launches the next step before it has them.
+"""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +27,7 @@ class ComputedStep:
     requests: list[Request] | None = None
     """The requests of the batch, if later steps were scheduled before the results were known.
 
-    A new request may have the id of one that has ended in the meantime.
+    The ids in the batch do not suffice then: a new request may have the id of one that has ended in the meantime.
     """
 
 
@@ -65,7 +68,7 @@ class AheadExecutor:
         return self._in_flight is None
 
     def execute(self, batch: StepBatch) -> Iterator[ComputedStep]:
-        """Launch the batch and yield the previous step; yield this one too if the next step needs its results."""
+        """Launch the batch and yield the previous step. Yield this step too if the next one needs its results."""
         requests = self._scheduler.expect_tokens(batch)
         previous = self._in_flight
         launched = _InFlight(batch, requests, _run(batch, lambda: self._runner.launch_model(batch)))
@@ -92,7 +95,7 @@ class _InFlight:
     step: LaunchedStep
 
     def invalidate(self, request_ids: Iterable[str]) -> None:
-        """Have the tokens of these requests computed again: the step will draw nothing for them."""
+        """Take back the tokens that this step counted for these requests. It will draw nothing for them."""
         void = set(request_ids)
         for request in self.requests:
             if request.request_id in void:

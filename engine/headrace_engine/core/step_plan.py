@@ -8,7 +8,7 @@ from headrace_engine.runner.contracts import NewRequest, StepBatch
 
 @dataclass(slots=True)
 class StepPlan:
-    """A batch under construction, and the rest of its token budget."""
+    """A batch under construction, and what is left of its token budget."""
 
     budget: int
     """Tokens left to schedule."""
@@ -33,7 +33,7 @@ class StepPlan:
 
 
 def is_prefill(request: Request) -> bool:
-    """Whether more than the last token is left to compute: a prompt, or a request after its preemption."""
+    """Whether more than the last token is left to compute: of a new prompt, or after a preemption."""
     return request.num_tokens - request.num_computed_tokens > 1
 
 

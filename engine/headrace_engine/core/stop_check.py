@@ -1,4 +1,7 @@
-"""Decides when an output ends: an end token, a stop token, its length, or a repetition. Knows no stop strings."""
+"""Decides when an output ends: at an end token, a stop token, its length limit or a repetition.
+
+The detokenizer checks stop strings.
+"""
 
 from collections.abc import Sequence
 
@@ -39,14 +42,14 @@ def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason | Non
 def ends_in_repetition(token_ids: Sequence[int], start: int, params: RepetitionDetectionParams) -> bool:
     """Whether `token_ids[start:]` ends with `min_count` copies of a pattern of an allowed length.
 
-    An earlier repetition does not count: the model has left it.
+    A repetition that ends before the last token does not count: the model has continued with something else.
     """
     last, length = token_ids[-1], len(token_ids) - start
     for size in range(max(params.min_pattern_size, 1), params.max_pattern_size + 1):
         needed = size * params.min_count
         if needed > length:
             return False
-        if token_ids[-1 - size] == last:  # else it cannot be, and most sizes end here
+        if token_ids[-1 - size] == last:  # a cheap test that excludes most sizes
             tail = token_ids[-needed:]
             if tail[size:] == tail[:-size]:
                 return True

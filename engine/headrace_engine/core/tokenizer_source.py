@@ -13,7 +13,7 @@ from headrace_engine.text.tokenizer_parts import TokenizerParts
 
 
 class TokenizerSource:
-    """Loads the tokenizer when it is asked for. Keeps it only until the grammar compiler has been created from it."""
+    """Loads the tokenizer at the first use. Keeps it only until the grammar compiler has been created from it."""
 
     def __init__(self, config: EngineConfig, model_info: ModelInfo) -> None:
         self._config = config

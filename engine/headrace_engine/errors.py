@@ -58,7 +58,7 @@ class DuplicateRequestError(HeadraceEngineError, ValueError):
 
 
 class EngineFullError(HeadraceEngineError):
-    """The queue of the engine is full. `option` is the name of the reached limit and `limit` is its value."""
+    """The queue of the engine is full. `option` is the option that sets the reached limit. `limit` is its value."""
 
     def __init__(self, option: str, limit: int, waiting: str) -> None:
         self.option = option
@@ -77,8 +77,8 @@ class RecompilationError(HeadraceEngineError):
 class EngineDeadError(HeadraceEngineError):
     """The engine core failed. Its requests were not finished.
 
-    `cause` is the known reason: out of memory, of the device or the machine; a `RecompilationError`; or another crash.
-    `summary` is the message for a log: without the text of the original error, which may quote a request.
+    `cause` is out_of_memory (of the device or the machine), recompilation (`RecompilationError`) or crash (anything
+    else). `summary` is a message for logs. It omits the text of the original error, which may quote a request.
     """
 
     def __init__(self, message: str, *, cause: EngineDeathCause = "crash", summary: str | None = None) -> None:
@@ -88,14 +88,14 @@ class EngineDeadError(HeadraceEngineError):
 
 
 NOTHING_MAY_FOLLOW: Final = "no token is left that may follow: the request's rules forbid them all"
-"""The error of a request whose parameters turn out to contradict each other during generation."""
+"""The error of a request whose parameters contradict each other, which shows only during generation."""
 
 
 def is_caused_by_request(error: str) -> bool:
-    """Whether the error that ended a request says that its rules or its grammar cannot be followed."""
+    """Whether the request itself caused the error that ended it: its rules or its grammar cannot be followed."""
     return error == NOTHING_MAY_FOLLOW or error.startswith("structured_outputs: ")
 
 
 def raised_at(error: BaseException) -> str:
-    """Return where an error was raised, and its type, for a log. Its text may quote a request, so it is omitted."""
+    """Return where an error was raised, and its type, for a log. Omits its text, which may quote a request."""
     return "".join([*traceback.format_tb(error.__traceback__), type(error).__name__])

@@ -8,7 +8,7 @@ from headrace_engine.errors import InvalidRequestError
 from headrace_wire.values import is_unicode, plain
 
 RequestId = str | int | UUID
-"""The types of a request id. Its text is what identifies the request."""
+"""The types of a request id. The text of the id identifies the request."""
 _SHOWN_CHARS = 60
 
 

@@ -1,6 +1,7 @@
 """The names of vLLM's interface that Headrace lacks, and the values with which they ask for nothing.
 
-They tell a program for vLLM from a misspelt name. docs/vllm.md lists every name, and what to use instead.
+With these tables an error can say that vLLM has the name, instead of calling it misspelt. docs/vllm.md lists every
+name, and what to use instead.
 """
 
 import difflib
@@ -85,7 +86,7 @@ _NOT_HERE: Final[Mapping[str, str]] = {
     "CompletionOutput": "routed_experts sampling_mask weight_versions spec_decode_metrics",
     "RequestStateStats": "num_preemptions is_corrupted is_watermarked is_watermark_skipped",
 }
-"""Names by class. * stands for any text."""
+"""Class -> its names that Headrace lacks. * stands for any text."""
 
 WITHOUT_EFFECT: Final = {
     "EngineArgs": (
@@ -142,7 +143,7 @@ _CHANGING_NOTHING: Final[Mapping[str, tuple[Any, ...]]] = {
     "structured_outputs_config": ({"backend": "auto"}, {"backend": "guidance"}),
     "max_seq_len_to_capture": (8192,),
 }
-"""Values with which options ask for nothing, besides None, False, 0, "auto" and empty ones."""
+"""Options -> the values with which they ask for nothing, besides None, False, 0, "auto" and empty values."""
 
 
 def is_vllms(topic: str, name: str) -> bool:
@@ -165,7 +166,7 @@ def asks_for_nothing(topic: str, name: str, value: Any) -> bool:
 
 
 def served_options(topic: str, known: Iterable[str], options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the options that Headrace has, and a problem for each other one that asks for something."""
+    """Return the options that Headrace has, and a problem for each unknown option that asks for something."""
     known = set(known)
     served: dict[str, Any] = {}
     problems = []
@@ -184,9 +185,9 @@ def served_options(topic: str, known: Iterable[str], options: Mapping[str, Any])
 
 
 def refuse_arguments(options: Mapping[str, Any]) -> None:
-    """Refuse arguments that a method does not have. Ignore those of vLLM that ask for nothing.
+    """Refuse arguments that a method does not have. Ignore vLLM's arguments with values that ask for nothing.
 
-    Raises InvalidRequestError, which names each of them.
+    Raises InvalidRequestError, which names each refused argument.
     """
     _, problems = served_options("arguments", (), options)
     if problems:
@@ -194,11 +195,11 @@ def refuse_arguments(options: Mapping[str, Any]) -> None:
 
 
 def with_vllm_names(topic: str, refusal: Callable[[list[str]], Exception]) -> Callable[[type[T]], type[T]]:
-    """Decorate a dataclass: it refuses an argument that it does not have by an error of ours, not by a TypeError.
+    """Decorate a dataclass, so that for an unknown argument it raises the error of `refusal` instead of a TypeError.
 
     Args:
-        topic: the class in these tables.
-        refusal: makes the error from the problems.
+        topic: name of the class in the tables of this module.
+        refusal: creates the error from the problems.
     """
 
     def decorate(kind: type[T]) -> type[T]:
@@ -220,5 +221,5 @@ def with_vllm_names(topic: str, refusal: Callable[[list[str]], Exception]) -> Ca
 
 
 def missing_attribute(topic: str, name: str) -> AttributeError:
-    """Return the error of a `__getattr__`."""
+    """Return the error that a `__getattr__` raises for an unknown name."""
     return AttributeError(f"{topic} has no {name}" + (f": {_PAGE}" if is_vllms(topic, name) else ""))

@@ -1,4 +1,4 @@
-"""What an engine supports, and the refusal of requests and options that need more. Imports no torch."""
+"""The features that an engine supports, and the refusal of requests and options that need others. Imports no torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -15,7 +15,7 @@ STRUCTURED_OUTPUTS: Final = ("json", "regex", "choice", "grammar", "json_object"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCapabilities:
-    """The features that a request may need. An engine lacks what it does not report.
+    """The features of an engine. A field that an engine does not report has its default: not supported, or no limit.
 
     Raises:
         ConfigError: a value is unknown.
@@ -27,15 +27,15 @@ class EngineCapabilities:
     None: seeds do not make draws repeatable.
     """
     exact_resume: ExactResume = "none"
-    """Which requests continue after emitted tokens exactly as if they had not been interrupted."""
+    """Which requests continue after an interruption with the same tokens as without it: none, greedy ones or all."""
     max_allowed_token_ids: int | None = None
-    """This and the next four: maximum number of entries in a request. None: no limit."""
+    """Maximum number of entries of this parameter in a request, as in the next four fields. None: no limit."""
     max_logit_bias: int | None = None
     max_stop_token_ids: int | None = None
     max_bad_words: int | None = None
-    """Number of token sequences. A word may need two."""
+    """Counts token sequences: a word may need more than one."""
     max_bad_words_tokens: int | None = None
-    """Total tokens of all bad words."""
+    """Counts the tokens of all bad words together."""
     temperature_range: tuple[float, float] | None = None
     """Lowest and highest temperature above 0. None: no limit."""
     prompt_logprobs: bool = False
@@ -51,8 +51,8 @@ class EngineCapabilities:
     """Adapters can be loaded and removed while the engine runs."""
     logits_processors: bool = False
     stats: tuple[str, ...] = ()
-    """The fields of `StepStats` that the engine reports. /metrics omits the others. `phase_seconds.schedule` stands for
-    that phase only."""
+    """The fields of `StepStats` that the engine reports. /metrics omits the others. `phase_seconds.schedule` means that
+    the engine reports only this phase of `phase_seconds`."""
     version: str = ""
     """Version of the package of the engine, for information. Empty if it has none."""
 
@@ -70,7 +70,7 @@ class EngineCapabilities:
 
     @classmethod
     def of_everything(cls, *, draws: str = "any", stats: tuple[str, ...] = ()) -> "EngineCapabilities":
-        """Return all features without limits."""
+        """Return the capabilities of an engine that has all features and no limits."""
         features: dict[str, Any] = {field.name: True for field in fields(cls) if field.type is bool}
         return cls(draws=draws, exact_resume="all", structured_outputs=STRUCTURED_OUTPUTS, stats=stats, **features)
 
@@ -93,7 +93,7 @@ class CapabilityChecks:
     """Compares requests with the capabilities of one engine.
 
     Args:
-        engine: its name, for messages.
+        engine: name of the engine, for messages.
         eos_token_ids: the end tokens of the model. `min_tokens` suppresses them like stop tokens.
     """
 
@@ -103,7 +103,10 @@ class CapabilityChecks:
         self._eos_token_ids = eos_token_ids
 
     def problems(self, params: SamplingParams, bad_words_token_ids: Sequence[Sequence[int]]) -> list[str]:
-        """Return what the engine lacks for these parameters. `bad_words_token_ids` are the tokens of `bad_words`."""
+        """Return one message for each parameter that the engine does not support, or not with this value.
+
+        `bad_words_token_ids` are the tokenisations of `bad_words`.
+        """
         return [
             *self._beyond_limits(params, bad_words_token_ids),
             *self._missing_features(params),
@@ -153,7 +156,7 @@ class CapabilityChecks:
 
 
 def config_problems(config: EngineConfig, capabilities: EngineCapabilities) -> list[str]:
-    """Return the options that the engine does not support with this model on this device."""
+    """Return one message for each option that the engine does not support with this model on this device."""
     problems = []
     if config.lora is not None and not capabilities.lora:
         problems.append(f"enable_lora is set, but the engine {config.engine} serves no LoRA adapters here")

@@ -1,7 +1,7 @@
 """The configuration of an engine: one dataclass for each topic. `EngineArgs` creates it from user options.
 
-An option is declared once, in the class of its topic: `EngineOptions` inherits those of all topics. A field that is not
-declared by `option` is for the core alone. Imports no torch.
+An option is declared once, in the class of its topic. `EngineOptions` inherits the options of all topics. A field that
+is not declared by `option` cannot be set by users: only the core reads it. Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ FITTING_LENGTH: Final = -1
 """As `max_model_len`: the longest sequence that the KV memory holds."""
 DTYPES: Final = ("auto", "float32", "bfloat16")
 KV_CACHE_DEVICES: Final = {"bfloat16": EAGER_DEVICES, "fp8": ("cuda",)}
-"""The types of rounded keys and values, and the devices that can do them."""
+"""Type of rounded keys and values -> the devices that support it."""
 _CPU: Final = ("auto", "cpu")
 
 
@@ -204,7 +204,7 @@ class LoRAOptions:
 @dataclass(kw_only=True)
 class LoRAConfig(LoRAOptions):
     max_cpu_loras: int = 1
-    """Maximum number of adapters in memory, including removed ones that are still in use. One more during a load."""
+    """Maximum number of adapters in memory, including removed ones in use. During a load, one more is in memory."""
     preload: list[LoRARequest] = field(default_factory=list)
     """Adapters to load with the model. The engine does not start if one cannot be served."""
     needs_hot_load: bool = False
@@ -224,7 +224,7 @@ class EngineConfig:
     static: StaticConfig = field(default_factory=StaticConfig)
     engine: str = OWN_ENGINE
     engine_python: str | None = None
-    """Interpreter of the child process. None: that of this process."""
+    """Interpreter of the child process. None: the interpreter of this process."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """The engine's own options, by its own names. Headrace's engine has none."""
     speculative_options: dict[str, Any] | None = None

@@ -10,11 +10,11 @@ class Device:
 
     name: str
     token_budget: int = 2048
-    """Tokens of one step, unless the user sets them."""
+    """Maximum tokens of one step. The user may set another value."""
     is_static: bool = False
     """Its compiler needs all shapes in advance: see `StaticConfig`."""
     graph_cache_variable: str | None = None
-    """The environment variable for the graph folder of its compiler, which is read when torch is imported."""
+    """Environment variable with the folder of compiled graphs. The compiler reads it when torch is imported."""
     has_core_per_rank: bool = False
     """Whether an environment variable selects the core of each rank."""
 
@@ -33,4 +33,4 @@ DEVICES: Final = {device.name: device for device in _ALL}
 static-cpu: the same step on the CPU without compilation, for debugging without a device."""
 STATIC_DEVICES: Final = tuple(device.name for device in _ALL if device.is_static)
 EAGER_DEVICES: Final = tuple(device.name for device in _ALL if not device.is_static)
-"""They compute without compiled graphs of fixed shapes."""
+"""The devices that compute without compiled graphs of fixed shapes."""

@@ -1,6 +1,6 @@
 """`EngineArgs`: the engine options that users write, checked and turned into an `EngineConfig`.
 
-The checks are in `engine_args_checks` and in the engine that the options are for. Imports no torch.
+The checks are in `engine_args_checks` and in `Engine.problems` of the engine that will run. Imports no torch.
 """
 
 import os
@@ -113,7 +113,7 @@ class EngineArgs(EngineOptions):
         )
 
     def _topic(self, kind: type[T], **more: Any) -> T:
-        """Return the options of one topic. `more` are those of its fields that are no options."""
+        """Build the dataclass of one topic from the options. `more` has its fields that are not options."""
         return kind(**{found.name: getattr(self, found.name) for found in options_of(kind)}, **more)
 
 

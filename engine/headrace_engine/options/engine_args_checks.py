@@ -24,11 +24,11 @@ GENERATION_DEFAULTS: Final = {
 """Settings of a generation config that are used, as in vLLM (ModelConfig.get_diff_sampling_param): transformers' names
 -> names of `SamplingParams`."""
 _CHECKED_BELOW: Final = ("model", "generation_config")
-"""Texts with sentences of their own."""
+"""Texts that are checked separately, with messages of their own."""
 
 
 def problems_of(args: EngineOptions) -> list[str]:
-    """Return all problems of normalised options: those for every engine, and those for the named one."""
+    """Return all problems of normalised options, both for any engine and for the engine that the options name."""
     wrong_types = _wrong_types(args)
     problems = [*_wrong_bounds(args), *wrong_types]
     if not problems and args.max_cpu_loras is not None and args.max_cpu_loras < args.max_loras:
@@ -60,7 +60,7 @@ def _wrong_types(args: EngineOptions) -> list[str]:
         name, value = found.name, getattr(args, found.name)
         if found.kind is bool and not isinstance(value, bool):
             problems.append(f"{name} must be true or false, got {shown(value)}")
-        # Headrace's own engine checks those with choices
+        # Headrace's own engine checks texts with choices itself
         is_text = found.kind is str and name not in _CHECKED_BELOW and (not found.choices or args.engine != OWN_ENGINE)
         if is_text and value is not None and (not isinstance(value, str) or not value):
             problems.append(f"{name} must be text that is not empty, got {shown(value)}")

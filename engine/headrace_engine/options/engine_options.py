@@ -1,7 +1,7 @@
 """`EngineOptions`: the flat list of engine options as users write them, before any of them is checked.
 
-Most options are declared by topic in `config` and reach the core as they are; those here become something else.
-`EngineArgs` adds the checks. An engine that looks at the options needs no more than this. Imports no torch.
+Most options are declared by topic in `config` and reach the core unchanged. The options that are declared here are
+converted first. `EngineArgs` adds the checks. An engine needs only this class to look at the options. Imports no torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from headrace_engine.options.static_config import StaticOptions
 from headrace_wire.option import option
 
 
-# The fields of the last base come first. Without slots, so that vars() gives the options.
+# A dataclass puts the fields of its last base first. It has no slots, so that vars() gives the options.
 @dataclass(kw_only=True)
 class EngineOptions(StaticOptions, LoRAOptions, SchedulerOptions, CacheConfig, ModelOptions):
     """Named as in vLLM (docs/vllm.md)."""
@@ -53,7 +53,8 @@ class EngineOptions(StaticOptions, LoRAOptions, SchedulerOptions, CacheConfig, M
         least=1,
     )
     scheduling_policy: SchedulingPolicy = option(
-        "fcfs", "Which waiting request runs first: the one that arrived first, or the one with the best priority."
+        "fcfs",
+        "Which waiting request runs first: the one that arrived first, or the one with the lowest priority number.",
     )
     logits_processors: Sequence[str | type[LogitsProcessor]] = option(
         (),

@@ -69,7 +69,7 @@ ENTRY_POINT_GROUP: Final = "headrace.engines"
 
 
 class Engine(Protocol):
-    """An engine as the parent sees it. Its module imports nothing heavy: only the child does."""
+    """An engine as the parent sees it. Its module must be quick to import: only the child imports large packages."""
 
     @property
     def name(self) -> str: ...
@@ -78,12 +78,12 @@ class Engine(Protocol):
     def child_module(self) -> str:
         """The module to run as `python -m child_module READ_FD WRITE_FD`. It calls `core.serving.run`.
 
-        It imports optional packages only when `run` creates the core, so that `run` reports missing ones.
+        The module imports optional packages only when `run` creates the core, so that `run` can report missing ones.
         """
 
     @property
     def install_command(self) -> str:
-        """The command that installs the packages of the child, for the message that they are missing."""
+        """The command that installs the child's packages. The message about missing packages shows it."""
 
     @property
     def stall_seconds(self) -> float | None:
@@ -92,8 +92,9 @@ class Engine(Protocol):
     def problems(self, args: EngineOptions) -> list[str]:
         """Return one message for each option that the engine does not support, or whose value it refuses.
 
-        Types and lower bounds have been checked, except for dtype, device, attention_backend, kv_cache_dtype and
-        quantization, whose values depend on the engine. They are text, except for Headrace's own engine.
+        Types and lower bounds have been checked before, but not the values of dtype, device, attention_backend,
+        kv_cache_dtype and quantization, which depend on the engine. These values are known to be text, except for
+        Headrace's own engine.
         """
 
     def environment(self, config: EngineConfig) -> dict[str, str]:
@@ -106,7 +107,7 @@ def find_engine(name: str) -> Engine:
     Raises:
         ConfigError: no installed package provides it, or its package cannot be imported.
     """
-    if name == OWN_ENGINE:  # not by metadata, which may be older than the checkout
+    if name == OWN_ENGINE:  # not by the package's metadata, which may be older than its code
         return ENGINE
     offered = entry_points(group=ENTRY_POINT_GROUP)
     values = sorted({entry.value for entry in offered if entry.name == name})

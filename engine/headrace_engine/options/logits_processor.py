@@ -15,8 +15,9 @@
 
     LLM(model, logits_processors=["my_package.my_module:Shout"])
 
-The core may run in a child process, and creates its own instances. So processors are named by import path; a class with
-one may be passed itself. As in vLLM, requests pass them arguments in `SamplingParams.extra_args`. Imports no torch.
+The core may run in a child process, so it creates the instances itself. Therefore processors are named by their import
+paths. A class that can be imported may be passed itself. As in vLLM, `SamplingParams.extra_args` has the arguments for
+processors. Imports no torch.
 """
 
 import inspect
@@ -37,14 +38,14 @@ if TYPE_CHECKING:
     )
     """(output token ids, logits) or (prompt token ids, output token ids, logits) -> logits.
 
-    logits is the row of one request, [vocabulary] float32. It may be changed in place and must be returned. The result
-    must depend on the arguments only: after a preemption or a crash, the function is created again for a request that
-    has output already. Minus infinity forbids a token.
+    `logits` is the row of one request, [vocabulary] float32. Minus infinity forbids a token. The function may change
+    the row in place, and must return it. The result must depend only on the arguments: after a preemption or a crash, a
+    new function continues a request that has output already.
     """
 
 
 class LogitsProcessor:
-    """Base class of logits processors. The core has one instance for the lifetime of its model."""
+    """Base class of logits processors. The core creates one instance, which lives as long as the model."""
 
     extra_args: ClassVar[Sequence[str]] = ()
     """The names in `SamplingParams.extra_args` that this processor reads."""

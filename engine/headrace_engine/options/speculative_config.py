@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 SpeculativeMethod = Literal["ngram", "draft_model"]
 
 MAX_SPECULATIVE_TOKENS = 16
-"""Limit of num_speculative_tokens. Later drafts are hardly ever accepted, and metrics count by position."""
+"""Limit of num_speculative_tokens. Drafts at later positions are hardly ever accepted. Each position has metrics."""
 _DEFAULT_LOOKUP = 5
 _MAX_LOOKUP = 64
 
@@ -17,7 +17,8 @@ class SpeculativeConfig:
     """The source and the length of drafts."""
 
     method: SpeculativeMethod
-    """ngram: what followed the last tokens earlier in the same request. draft_model: a smaller model."""
+    """ngram: drafts are tokens that followed an earlier occurrence of the last tokens in the same request.
+    draft_model: a smaller model generates the drafts."""
     num_speculative_tokens: int
     """Maximum number of draft tokens of a request in a step."""
     prompt_lookup_min: int = _DEFAULT_LOOKUP

@@ -17,7 +17,7 @@ _USED_BY_STATIC: Final = f"is set, but only the devices {', '.join(STATIC_DEVICE
 
 @dataclass(kw_only=True)
 class StaticOptions:
-    """The shapes to compile: one graph for each bucket of tokens or requests and each context bucket."""
+    """The shapes to compile. Each combination of a prefill or decode bucket with a context bucket gets a graph."""
 
     prefill_buckets: list[int] | None = option(
         None,
@@ -29,14 +29,16 @@ class StaticOptions:
     )
     decode_buckets: list[int] | None = option(
         None,
-        "Numbers of requests in a decode step for which they compile graphs. None: the powers of 2 up to max_num_seqs.",
+        "Numbers of requests in a decode step for which devices with static shapes compile graphs. None: the powers of "
+        "2 up to max_num_seqs.",
         metavar="N,N",
         devices=STATIC_DEVICES,
         elsewhere=_USED_BY_STATIC,
     )
     context_buckets: list[int] | None = option(
         None,
-        "Numbers of tokens in a context for which they compile graphs. None: 512, 2048, 8192 and max_model_len.",
+        "Numbers of tokens in a context for which devices with static shapes compile graphs. None: 512, 2048, 8192 and "
+        "max_model_len.",
         metavar="N,N",
         devices=STATIC_DEVICES,
         elsewhere=_USED_BY_STATIC,
@@ -88,7 +90,7 @@ class StaticConfig(StaticOptions):
             wanted[variable] = str(_made(Path(self.compile_cache_dir) / f"rank{rank}"))
         if self.tensor_parallel_size > 1 and DEVICES[device].has_core_per_rank:
             wanted[_CORES] = str(self._core(rank, environ.get(_ALL_CORES, environ.get(_CORES))))
-            # the other ranks inherit this environment, which has the core of rank 0 already
+            # the other ranks inherit this environment, in which _CORES names only the core of rank 0
             environ.setdefault(_ALL_CORES, environ.get(_CORES, ""))
         missing = {name: value for name, value in wanted.items() if environ.get(name) != value}
         if missing and is_torch_imported:
@@ -100,7 +102,7 @@ class StaticConfig(StaticOptions):
         environ.update(missing)
 
     def _core(self, rank: int, visible: str | None) -> int:
-        """Return the core of a rank, among those that the operator allows for this process (default: all)."""
+        """Return the core of a rank. `visible` lists the cores that this process may use; none means all cores."""
         if not visible:
             return rank
         cores: list[int] = []
@@ -118,7 +120,7 @@ class StaticConfig(StaticOptions):
 
 
 def _made(folder: Path) -> Path:
-    """Return the folder. Raise an error if it is not writable, instead of compiling at each start."""
+    """Create and return the folder. Raise an error if it is not writable: otherwise each start would compile."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):

@@ -18,7 +18,7 @@ _LARGEST_ID = 2**63 - 1
 @with_vllm_names("LoRARequest", InvalidRequestError)
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """A LoRA adapter by name, id and folder. The id is its identity in the engine.
+    """A LoRA adapter: its name, id and folder. The engine identifies adapters by their ids.
 
     Raises:
         InvalidRequestError: one or more values are invalid. The error names all of them.
@@ -26,7 +26,7 @@ class LoRARequest:
 
     lora_name: str
     lora_int_id: int = 0
-    """At least 1. 0 derives the id from the name, so that the same name means the same adapter."""
+    """At least 1. With 0, the id is derived from the name, so that the same name means the same adapter."""
     lora_path: str = ""
     """Folder in PEFT's format. May be omitted once the adapter is loaded."""
     load_inplace: bool = field(default=False, compare=False)
@@ -61,5 +61,5 @@ class LoRARequest:
 
 
 def id_of(*parts: object) -> int:
-    """Return a positive id for a name. It has 48 bits, so collisions are practically impossible."""
+    """Return a positive id, derived from the parts of a name. It has 48 bits, so collisions are very unlikely."""
     return 1 + int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=6).digest(), "big")

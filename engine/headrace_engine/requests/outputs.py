@@ -26,7 +26,7 @@ class Logprob:
 class RequestStateStats:
     """The times of a request. They change until it is finished.
 
-    Times except the first are from the monotonic clock, at the end of the respective step.
+    `arrival_time` is wall-clock time. The other times are from the monotonic clock.
     """
 
     num_generation_tokens: int = 0
@@ -35,14 +35,14 @@ class RequestStateStats:
     """Unix seconds."""
     queued_ts: float = 0.0
     scheduled_ts: float = 0.0
-    """Start of the first step; 0 before."""
+    """Start of the first step of the request; 0 before."""
     first_token_ts: float = 0.0
     last_token_ts: float = 0.0
     first_token_latency: float = 0.0
     """Seconds from `queued_ts` to the first token."""
 
 
-@dataclass(slots=True)  # not kw_only, like the next one: keyword arguments double the cost
+@dataclass(slots=True)  # not kw_only, like the next class: keyword arguments double the cost
 class CompletionOutput:
     """One choice. With `RequestOutputKind.DELTA`, `text`, `token_ids` and `logprobs` have only the new part."""
 
@@ -50,14 +50,14 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    """Sum of the log-probabilities of all tokens so far, without those of an earlier attempt. None if the request asked
-    for none."""
+    """Sum of the log-probabilities of all tokens so far, without the tokens of an earlier attempt. None if the request
+    asked for no log-probabilities."""
     logprobs: list[dict[int, Logprob]] | None = None
     """For each token: the entry of the sampled token, then the most likely ones."""
     finish_reason: str | None = None
     """stop, length, repetition, abort or error. None: not finished."""
     stop_reason: int | str | None = None
-    """The stop token or stop string that ended it. None for the end token of the model."""
+    """The stop token or stop string that ended the choice. None if the model's end token did."""
     lora_request: LoRARequest | None = None
 
     def finished(self) -> bool:

@@ -34,7 +34,7 @@ class RequestOutputKind(Enum):
 
 @dataclass(slots=True, kw_only=True)
 class RepetitionDetectionParams:
-    """Defines when an output has fallen into a loop: it ends with a pattern of tokens that is repeated.
+    """Defines when an output counts as a loop: it ends with copies of one pattern of tokens.
 
     Raises:
         InvalidRequestError: the three numbers are inconsistent.
@@ -79,7 +79,7 @@ class SamplingParams:
     top_k: int = 0
     """Keeps this many of the most likely tokens; 0 or -1 keeps all."""
     min_p: float = 0.0
-    """Drops tokens whose probability is below this fraction of that of the most likely token."""
+    """Drops tokens whose probability is below this fraction of the probability of the most likely token."""
     seed: int | None = None
     """The same seed gives the same tokens in any batch. None: a random seed for the request."""
     stop: list[str] = field(default_factory=list)
@@ -93,8 +93,8 @@ class SamplingParams:
     min_tokens: int = 0
     """Number of tokens before which no end or stop token is drawn."""
     logprobs: int | None = None
-    """Number of log-probabilities for each generated token, besides its own (0 to max_logprobs of the engine; -1: all).
-    True means 1."""
+    """Number of most likely tokens to report for each generated token, besides that token itself (0 to the engine's
+    max_logprobs; -1: all). True means 1."""
     prompt_logprobs: int | None = None
     """The same for each prompt token except the first. They are returned with the first generated token."""
     detokenize: bool = True
@@ -110,7 +110,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     """The form that the output must have. May be a map."""
     stream_interval: int | None = None
-    """Number of tokens of a choice in one streamed output. The first and the last token are sent at once."""
+    """Number of tokens that a streamed output of a choice collects. The first and the last token are sent at once."""
     logit_bias: dict[int, float] | None = None
     """Added to the logits of these tokens (-100 to 100). Keys may be strings of digits, as in JSON."""
     allowed_token_ids: list[int] | None = None
@@ -123,7 +123,7 @@ class SamplingParams:
     repetition_detection: RepetitionDetectionParams | None = None
     """Ends a choice that has fallen into a loop, with finish reason repetition. May be a map."""
     extra_args: dict[str, Any] | None = None
-    """Arguments for the logits processors of the engine, by name. Names that none of them reads are refused."""
+    """Arguments for the engine's logits processors, by name. A name that no processor reads is refused."""
 
     def __post_init__(self) -> None:
         problems = self._normalise()
@@ -199,7 +199,7 @@ class SamplingParams:
 
     @classmethod
     def from_wire(cls, values: Mapping[str, Any]) -> "SamplingParams":
-        """Build from what `to_dict` returned in another process, which has checked the values."""
+        """Build from a map that `to_dict` returned in another process. That process has checked the values."""
         params = _trusted(cls, values)
         params.output_kind = RequestOutputKind(values["output_kind"])
         if params.logit_bias is not None:
@@ -212,7 +212,7 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **values: Any) -> "SamplingParams":
-        """Build from values. None means the default, except for `max_tokens`: as many as fit."""
+        """Build from values. None means the default, except that `max_tokens` None means as many as fit."""
         return cls(**{name: value for name, value in values.items() if value is not None or name == "max_tokens"})
 
     def clone(self) -> "SamplingParams":
@@ -246,7 +246,7 @@ _CHECKED = {
     for found in fields(SamplingParams)
     if found.name in IN_LIBRARY and found.name not in ("repetition_detection", "structured_outputs")
 }
-"""Parameter -> its rule, its default, which needs no check, and whether it may be None."""
+"""Parameter -> (its rule, its default, whether it may be None). Defaults are not checked."""
 _NUMBERS = tuple(found.name for found in fields(SamplingParams) if found.type in (int, float, bool, int | None))
 _numbers_of = attrgetter(*_NUMBERS)
 

@@ -1,4 +1,4 @@
-"""The form of an output. The input processor checks whether its grammar can be compiled."""
+"""The form that an output must have. The input processor checks whether the grammar of the form can be compiled."""
 
 import json as jsonlib
 from collections.abc import Mapping

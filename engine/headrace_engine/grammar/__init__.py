@@ -1,1 +1,1 @@
-"""Structured outputs: grammars, their sources and their checks. A request's own masks are made in `core`."""
+"""Structured outputs: grammars, their sources and their checks. `core.grammars` computes the masks of requests."""

@@ -1,8 +1,8 @@
 """Compiles each grammar in a separate process before its request is accepted.
 
 A grammar of a few hundred bytes can take seconds of work, gigabytes of states, or a recursion that ends the process. No
-list of bad patterns would be complete. So the trial runs in a process with tighter limits of processor time, memory and
-stack than the core: a grammar that passes will compile there too. The processes exchange lines of JSON.
+list of bad patterns would be complete. So the trial runs in a process with lower limits of processor time, memory and
+stack than the core. A grammar that compiles in it will compile in the core too. The processes exchange lines of JSON.
 """
 
 import json
@@ -32,15 +32,15 @@ CPU_SECONDS = 0.5
 _MEMORY_BYTES = 1 << 30
 # A quarter of the stack of the core's threads that compile grammars and compute masks.
 _STACK_BYTES = 2 << 20
-# Processor time is the actual limit. This one is for a machine that does not schedule the trial.
+# Usually the limit of processor time ends a trial. This limit is for a machine so busy that the trial does not run.
 _WAIT_SECONDS = 60.0
 _MAX_VERDICTS = 4096
-# Killed from outside, or by the kernel when memory is short.
+# Exit statuses of a process that was killed from outside, or by the kernel when memory is short.
 _ENDED_FROM_OUTSIDE = (-signal.SIGTERM, -signal.SIGKILL)
 
 
 class GrammarChecker:
-    """Refuses grammars that cannot be used. Starts its process for the first one, and caches results."""
+    """Refuses grammars that cannot be used. Starts its process for the first grammar, and caches results."""
 
     def __init__(self, definition: Callable[[], TokenizerDefinition]) -> None:
         self._definition = definition
@@ -75,7 +75,7 @@ class GrammarChecker:
         self._process = None
 
     def _try(self, source: str) -> str | None:
-        for _ in range(2):  # an end from outside says nothing about the grammar
+        for _ in range(2):  # a second time if the process was killed from outside: the grammar may be good
             process = self._process or self._start()
             timed_out = False
             try:
@@ -93,7 +93,7 @@ class GrammarChecker:
                 return verdict
             status = process.wait()
             self.close()
-            self._start()  # in the background: the next grammar does not wait for it
+            self._start()  # now, so that the next grammar does not wait for the start
             if timed_out or status not in _ENDED_FROM_OUTSIDE:
                 return _REASONS.get(-status, _TOO_LARGE)
         return _TOO_LARGE
@@ -109,7 +109,7 @@ class GrammarChecker:
         self._process = process
         self._finalizer = weakref.finalize(self, _end, process)
         assert process.stdin is not None
-        with suppress(BrokenPipeError):  # the end of the process is noticed when its answer is read
+        with suppress(BrokenPipeError):  # `_try` notices the end of the process when it reads the answer
             process.stdin.write(json.dumps(asdict(definition)).encode() + b"\n")
         return process
 
@@ -124,7 +124,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with suppress(OSError):  # unwritten data has no reader any more
+            with suppress(OSError):  # the process is gone, and cannot read what is still buffered
                 pipe.close()
 
 
@@ -159,7 +159,7 @@ def _within_limits(compiler: GrammarCompiler, line: bytes) -> str | None:
             verdict.append(str(error))
 
     thread = threading.Thread(target=compile_it)
-    # Not caught: the process ends, and its parent reads why from its status.
+    # The signal is not caught: it ends the process, and the parent reads the reason from the exit status.
     signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SECONDS)
     thread.start()
     thread.join()

@@ -10,7 +10,7 @@ _ONE_OF = (
     "another const in each; use anyOf instead"
 )
 _TOO_COMPLEX = "the grammar is too complex: bound its repetitions, or give it fewer alternatives"
-# Messages of the library that refer to its own options or internals.
+# Messages of the library that refer to its own options or internals, and what to say instead.
 _OWN_WORDS = [
     (re.compile(r"oneOf constraints are not supported.*"), _ONE_OF),
     (re.compile(r"unknown field `[^`]*`, expected one of `item_separator`.*"), "x-guidance is not supported"),
@@ -41,7 +41,7 @@ class TooComplexError(GrammarError):
 
 
 def failure(error: str) -> GrammarError:
-    """Return the exception for a message of the library."""
+    """Return the exception that fits a message of the library."""
     message = sentence(error)
     return TooComplexError(message) if message == _TOO_COMPLEX else GrammarError(message)
 

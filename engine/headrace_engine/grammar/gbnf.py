@@ -1,7 +1,7 @@
 """Converts GBNF (llama.cpp) and EBNF (xgrammar) to Lark, with fixes for llguidance's converter.
 
-The converter garbles escapes such as `\\u00e9`, takes `-`, `&` and `~` in character classes for operators, lets `.`
-match no line end, and refuses a rule that continues with `|` in its next line.
+Faults of that converter: it garbles escapes such as `\\u00e9`. It takes `-`, `&` and `~` in character classes for
+operators. `.` does not match a line end. It refuses a rule that continues with `|` in its next line.
 """
 
 import re
@@ -31,7 +31,7 @@ _ANY = "[\\x00-\U0010ffff]"
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a line of the grammar starts a rule of GBNF: `name ::=`."""
+    """Whether any line of the grammar starts a rule of GBNF: `name ::=`."""
     return _RULE.search(text) is not None
 
 
@@ -47,7 +47,7 @@ def lark_of(text: str) -> str:
     rules = [match[1] for match in _RULE.finditer(text)]
     if "root" not in rules:
         raise ValueError("the grammar is GBNF, and has no rule root")
-    # Names that stay different after the conversion to Lark's names.
+    # The index keeps names different whose letters become the same in Lark.
     names = {name: f"{re.sub('[^a-z]', '', name.lower())}-{index}-" for index, name in enumerate(rules)}
     try:
         return gbnf_to_lark(f"root ::= {names['root']}\n" + "".join(_parts(text, names)))

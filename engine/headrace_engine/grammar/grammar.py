@@ -16,28 +16,30 @@ from headrace_engine.grammar.source import after_thought, closing_tag, grammar_s
 from headrace_engine.grammar.text_tokens import as_text
 from headrace_engine.requests.structured_outputs_params import StructuredOutputsParams
 
-# Limits of one mask: about ten times what large real schemas need, and a tenth of the limits of the library. With
-# those, a hostile grammar takes almost a second for one mask.
+# Limits of one mask: about ten times what large real schemas need, and a tenth of the library's limits. With the
+# library's limits, a hostile grammar takes almost a second for one mask.
 _STEP_LEXER_FUEL = 50_000
 _STEP_MAX_ITEMS = 10_000
-# An automaton grows with the text that it matches. It is replaced when it has this many states.
+# An automaton gets more states with the text that it matches. It is replaced when it has this many.
 _MAX_LEXER_STATES = 10_000
-# A counted text (`maxLength`) has a state for each byte so far.
+# A text with `maxLength` takes a state per byte. An automaton for a replay gets this many more per byte of output.
 _LEXER_STATES_PER_BYTE = 1.5
-# An automaton that is full earlier is too complex: this limits how often a token is replayed.
+# A request fails if its own automaton is full after fewer tokens, or a smaller share of its tokens. Each new automaton
+# replays all tokens, so these limits bound how often a token is replayed.
 _MIN_TOKENS_PER_AUTOMATON = 8
 _MIN_SHARE_OF_TOKENS = 1 / 128
-# An automaton is shared until it has matched this many tokens. Usually it is not full then, so few outputs must change.
+# New outputs share an automaton until it has matched this many tokens. Usually it is not full by then, so few outputs
+# must change to another one.
 _MAX_SHARED_TOKENS = 2000
-# A request with more tokens would fill an automaton by itself.
+# A request that resumes with more tokens gets its own automaton: its replay could fill a shared one.
 _MAX_SHARED_REPLAY = 1000
-# A replay releases the GIL after this many bytes, about 0.3 ms.
+# A replay takes this many tokens at a time. It releases the GIL after this many bytes, about 0.3 ms.
 _REPLAY_TOKENS = 8
 _REPLAY_BYTES_PER_PAUSE = 64
 _REPLAY_PAUSE_SECONDS = 0.0001
-# A mask then renews the fuel of the lexer. States for this many bytes take half of it.
+# After this many bytes, a replay computes a mask, which renews the fuel of the lexer. Half of it is used by then.
 _REPLAY_BYTES_PER_MASK = 2048
-# A trial ends after so many tokens, or so much processor time: a grammar that takes long for a mask is no failure.
+# A trial of a grammar ends after this many tokens or this much processor time. A slow grammar does not fail it.
 _TRIAL_TOKENS = 64
 _TRIAL_SECONDS = 0.1
 # A compiled grammar takes up to 600 times the memory of its source.
@@ -54,7 +56,7 @@ class TokenizerDefinition:
     tokenizer_json: str
     """The content of `tokenizer.json`, including added tokens."""
     vocab_size: int
-    """Vocabulary size of the model. Masks cover the larger vocabulary, that of the model or that of the tokenizer."""
+    """Vocabulary size of the model. Masks cover the larger of the vocabularies of the model and the tokenizer."""
     eos_token_ids: Sequence[int]
 
 
@@ -62,7 +64,7 @@ class TokenizerDefinition:
 class _Automaton:
     """A compiled grammar with the states that its copies have created and share.
 
-    The library limits the number of states of all copies. When it is reached, every copy has failed permanently.
+    The library limits the number of states of all copies together. At the limit, every copy fails permanently.
     """
 
     matcher: LLMatcher
@@ -91,7 +93,7 @@ class Grammar:
         self.may_share_again = may_share_again
         """Whether the output may continue in another shared automaton if this one fails."""
         self.num_tokens = 0
-        """Tokens matched since the output uses this automaton."""
+        """Number of tokens that the output has matched with this automaton, without replayed ones."""
 
     def has_failed_early(self, num_tokens: int) -> bool:
         """Whether an output has filled an automaton of its own with very few tokens."""
@@ -134,7 +136,7 @@ class Grammar:
         Returns:
             One mask for each position, 1 + drafts in all, of `ceil(vocab_size / 32) * 4` bytes. Bit i of byte j stands
             for token 8 j + i. After a draft that is not allowed, the masks repeat, because they will not be used. After
-            a draft that cannot be continued, they are empty.
+            a draft that no token may follow, the masks allow nothing.
 
         Raises:
             GrammarError: no token may come next, or the automaton is full.
@@ -142,11 +144,11 @@ class Grammar:
         mask = self._bitmask()
         if not draft_token_ids:
             return [mask]
-        # A copy, because a dead end cannot be rolled back, and its draft may never be drawn.
+        # On a copy: a draft that leads to a dead end cannot be rolled back, and may never be drawn.
         return [mask, *self.copy()._masks_behind(draft_token_ids, mask)]
 
     def _masks_behind(self, draft_token_ids: Sequence[int], mask: bytes) -> list[bytes]:
-        """Return one mask after each draft; `mask` is the one before them. The state is undefined afterwards."""
+        """Return the mask after each draft. `mask` is the mask before the first one. Leaves the state undefined."""
         masks: list[bytes] = []
         for token_id in draft_token_ids:
             if not self._matcher.try_consume_tokens([token_id]):
@@ -183,9 +185,9 @@ class Grammar:
 class GrammarCompiler:
     """Compiles grammars for one tokenizer, and caches the latest ones.
 
-    Outputs with the same grammar share an automaton, so that later ones reuse its states. After a limited number of
-    tokens, the next output starts a new one. An output whose automaton is full continues in another one: so one output
-    can delay another one, but not fail it.
+    Outputs with the same grammar share an automaton, so that later outputs reuse its states. After a limited number of
+    tokens, the next output gets a new automaton. If the automaton of an output is full, the output continues with
+    another one. So an output can delay other outputs, but cannot fail them.
     """
 
     def __init__(self, definition: TokenizerDefinition) -> None:
@@ -200,10 +202,10 @@ class GrammarCompiler:
         self._cached_bytes = 0
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """Compile, and write some tokens of an output. Raises as `compile`.
+        """Compile a grammar, and try it with some tokens. Raises the same errors as `compile`.
 
-        Nested repetitions compile quickly, and exceed the limits of a mask or of the states after some tokens. Nothing
-        is cached, so that the memory use of later grammars does not change.
+        The tokens are needed because nested repetitions compile quickly, and exceed the limits of masks or states only
+        later. Nothing is cached, so that the memory for later grammars is always the same.
         """
         grammar = Grammar(self._create(grammar_source(params), _MAX_LEXER_STATES), may_share_again=False)
         mask = grammar.bitmasks()[0]
@@ -238,13 +240,13 @@ class GrammarCompiler:
             failed: the previous grammar of the output, which has raised GrammarError.
 
         Raises:
-            GrammarError: it is malformed, uses what is not supported, is too complex, or no text satisfies it; or
-                the tokens do not.
+            GrammarError: the grammar is malformed, uses an unsupported feature, is too complex, or cannot be satisfied,
+                or the tokens do not satisfy it.
         """
         source = self.source(params, prompt_token_ids)
         if len(token_ids) <= _MAX_SHARED_REPLAY and (failed is None or failed.may_share_again):
             grammar = Grammar(self._shared(source), may_share_again=failed is None)
-            with suppress(GrammarError):  # the text of other outputs may have filled it
+            with suppress(GrammarError):  # other outputs may have filled the shared automaton
                 grammar.replay(token_ids)
                 return grammar
         elif failed is not None and failed.has_failed_early(len(token_ids)):
@@ -256,9 +258,9 @@ class GrammarCompiler:
         return grammar
 
     def source(self, params: StructuredOutputsParams, prompt_token_ids: Sequence[int]) -> str:
-        """Return the grammar of an output in llguidance's notation. If the prompt opens a thought, it begins after it.
+        """Return the grammar of an output in llguidance's notation. It begins after a thought that the prompt opens.
 
-        Raises GrammarError if it cannot be expressed.
+        Raises GrammarError if the grammar cannot be expressed.
         """
         source = grammar_source(params)
         closing = closing_tag(self._tokenizer.decode_str(list(prompt_token_ids[-_OPENING_TOKENS:])))
@@ -313,7 +315,7 @@ def _create_tokenizer(definition: TokenizerDefinition) -> LLTokenizer:
         except ValueError as error:
             if "vocab size too small" not in str(error):
                 raise
-            # The tokenizer has more tokens than the model: masks cover its vocabulary then.
+            # The tokenizer has more tokens than the model. The masks then cover all tokens of the tokenizer.
             return LLTokenizer(text, eos_token=end)
     except ValueError as error:
         raise GrammarError(f"the model's tokenizer cannot be used with grammars: {sentence(str(error))}") from error

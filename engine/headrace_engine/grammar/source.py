@@ -17,7 +17,7 @@ _LARK_PART = re.compile(r"""(?s)(?:"(?:\\.|[^"\\])*"|//[^\n]*|\#[^\n]*)|/(?P<reg
 
 
 def grammar_source(params: StructuredOutputsParams) -> str:
-    """Return the grammar in the notation of the library. Raises GrammarError if it cannot be expressed."""
+    """Return the grammar in llguidance's notation. Raises GrammarError if it cannot be expressed."""
     try:
         if params.regex is not None:
             return _of_lark(f"start: /{regex_to_lark(params.regex, _ASCII)}/")
@@ -40,16 +40,17 @@ def grammar_source(params: StructuredOutputsParams) -> str:
 
 
 def closing_tag(prompt_end: str) -> str | None:
-    """Return the tag that ends the thought which a prompt has opened; None if it has opened none."""
+    """Return the tag that closes the thought that the prompt opens at its end, or None if it opens no thought."""
     end = prompt_end.rstrip()
     return next((closing for opening, closing in _THOUGHTS.items() if end.endswith(opening)), None)
 
 
 def after_thought(source: str, closing: str, token_id: int | None) -> str:
-    """Return a grammar for any text up to a closing tag, and then for what `source` allows, as vLLM does.
+    """Return a grammar for any text up to a closing tag, followed by a text that `source` allows, as in vLLM.
 
     Args:
-        token_id: the token that is the closing tag, which no expression matches; None: the tag is plain text.
+        token_id: the special token that is the closing tag. Regular expressions do not match special tokens. None if
+            the tag is plain text.
     """
     (body,) = json.loads(source)["grammars"]
     is_schema = "json_schema" in body

@@ -13,14 +13,14 @@ from typing import Final, NamedTuple
 
 _ROOT: Final = Path("/")
 _NO_LIMIT: Final = 1 << 60
-"""Version 1 reports the largest multiple of a page that fits 63 bits where there is no limit."""
+"""Limits above this mean no limit. Version 1 reports the largest multiple of a page size that fits in 63 bits."""
 
 
 class _Names(NamedTuple):
     limits: tuple[str, ...]
     used: str
     cache: str
-    """The line of `memory.stat` that counts the page cache of the group and its children, which is easily dropped."""
+    """The line of `memory.stat` with the page cache of the group and its children. The kernel can drop page cache."""
     events: str
 
 
@@ -33,7 +33,7 @@ _V2: Final = _Names(("memory.max", "memory.high"), "memory.current", "inactive_f
 def memory_room(root: Path = _ROOT) -> int | None:
     """Return the bytes that this process can still take before one of its groups is full. None: nothing limits it.
 
-    Page cache counts as used, but the kernel drops it before an allocation fails.
+    The groups count page cache as used memory. It is room all the same: the kernel drops it before an allocation fails.
     """
     names, folders = _groups("memory", root)
     rooms = []
@@ -53,7 +53,7 @@ def memory_limit(root: Path = _ROOT) -> int | None:
 def oom_kills(root: Path = _ROOT) -> int | None:
     """Return how many processes of this process's group the kernel has killed because memory was short.
 
-    The root group of version 2 has no counter: there, the processes of the whole machine count. None: not readable.
+    The root group of version 2 has no counter. In it, count the processes of the whole machine. None: not readable.
     """
     names, folders = _groups("memory", root)
     for path in (*(folder / names.events for folder in folders[:1]), root / "proc/vmstat"):
@@ -64,7 +64,7 @@ def oom_kills(root: Path = _ROOT) -> int | None:
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """Return how many threads can compute at once: one for each allowed core, or fewer under a CPU quota."""
+    """Return how many threads can compute at once: the number of allowed cores, or fewer under a CPU quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = cpu_quota(root)
     return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
@@ -97,14 +97,14 @@ def _upwards(path: str, controller: str | None, root: Path) -> Iterator[Path]:
     """Yield the folder of the group at `path` of a hierarchy, then its parents. Yield nothing if it is not mounted.
 
     Args:
-        controller: of a hierarchy of version 1; None for that of version 2.
+        controller: name of a controller, for its hierarchy of version 1. None: the hierarchy of version 2.
     """
     for line in _lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         kind, _, options = after.split(" ", 2)
         if kind == "cgroup2" if controller is None else kind == "cgroup" and controller in options.split(","):
             mounted, mount_point = before.split(" ")[3:5]
-            # A container may see its own group at the mount point, but read the path that the host gives the group.
+            # In a container, the mount point may be its own group, although /proc has the group's path on the host.
             below = os.path.relpath(path, mounted)
             inside = "." if below.split("/")[0] == ".." else below
             top = root / mount_point.lstrip("/")
@@ -115,7 +115,7 @@ def _upwards(path: str, controller: str | None, root: Path) -> Iterator[Path]:
 
 
 def _memory_limit(names: _Names, folder: Path) -> int | None:
-    """Return the limit of one group. Version 1 also tells that of parents, which a container cannot see."""
+    """Return the limit of one group. Version 1 also reports the limit of parents that a container cannot see."""
     limits = [_number(folder / name) for name in names.limits]
     limits.append(_table(folder / "memory.stat").get("hierarchical_memory_limit"))
     return min((limit for limit in limits if limit is not None and limit < _NO_LIMIT), default=None)
@@ -127,7 +127,7 @@ def _number(path: Path) -> int | None:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Read lines of a name and a number."""
+    """Read a file whose lines have a name and a number."""
     pairs = (line.split() for line in _lines(path))
     return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
 
@@ -137,7 +137,7 @@ def _words(path: Path) -> list[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the lines of a file, none if it cannot be read: not all systems and groups have it."""
+    """Return the lines of a file, or no lines if it cannot be read: not all systems and groups have it."""
     with contextlib.suppress(OSError):
         return path.read_text().splitlines()
     return []

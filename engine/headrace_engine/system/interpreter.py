@@ -1,7 +1,7 @@
 """Runs the child process of an engine with another Python interpreter.
 
-Headrace need not be installed there. The PYTHONPATH of the child begins with a private folder of symbolic links to the
-packages of this process, so that both sides of the frames have the same version.
+Headrace need not be installed for that interpreter. The PYTHONPATH of the child begins with a private folder of links
+to the packages of this process, so that both sides of the frames have the same version.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ print(json.dumps([sys.version_info[:2], sys.implementation.cache_tag, found]))
 
 
 def is_other(python: str | None) -> bool:
-    """Whether this is another interpreter than that of this process. Two environments are two interpreters."""
+    """Whether this is not the interpreter of this process. Each virtual environment is an interpreter of its own."""
     return python is not None and _program(python) != sys.executable
 
 
@@ -47,7 +47,8 @@ def is_other(python: str | None) -> bool:
 def check(python: str) -> bool:
     """Run another interpreter once. Return whether it should import the msgpack of this process.
 
-    It should, unless it has a msgpack of its own and this one is compiled for another version of Python, hence slow.
+    It should not if it has its own msgpack and this one is compiled for another version of Python: this one would be
+    slow there.
 
     Raises:
         ConfigError: it cannot be run, is not Python, or is too old.
@@ -67,9 +68,9 @@ def check(python: str) -> bool:
 
 
 def _output(command: list[str]) -> bytes:
-    """Return the output of a command, empty if it fails or takes too long.
+    """Return the output of a command, or nothing if it fails or takes too long.
 
-    It may be any program, even one that never ends or never stops printing.
+    The command may be any program, even one that never ends or never stops printing.
     """
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0
@@ -88,14 +89,14 @@ def _output(command: list[str]) -> bytes:
 
 
 def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended
+    with contextlib.suppress(ProcessLookupError):  # the group has ended
         os.killpg(pid, signal.SIGKILL)
 
 
 class LinkedPackages:
     """A private folder of symbolic links to packages of this process. It is removed with this object or process.
 
-    A lock shows that this process lives. The next process that creates such a folder removes those of killed processes.
+    A lock shows that this process lives. A process that creates such a folder also removes those of killed processes.
 
     Raises:
         OSError: the folder cannot be created or locked.
@@ -142,7 +143,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _remove_if_left(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # its process runs, or removes it now
+    with contextlib.suppress(OSError):  # the owner of the folder still runs, or removes it now
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

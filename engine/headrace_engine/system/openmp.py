@@ -1,12 +1,12 @@
-"""Sets how many threads OpenMP uses, and how long one spins before it sleeps while it waits for others.
+"""Sets how many threads OpenMP uses, and how long a thread that waits for others spins before it sleeps.
 
-OpenMP, which torch includes, starts one thread for each core that it may use, also where a control group gives it less
-time than that: with a quota of one core and two threads, a thread often waits for one that the kernel has paused.
+torch includes OpenMP. It starts one thread for each core that it may use, even if a control group limits the processor
+time. With two threads and a quota of one core, one thread often waits while the kernel has paused the other.
 
 GNU's OpenMP spins for milliseconds by default. On a busy machine, a spinning thread uses its
 time slice while the thread that it waits for is not scheduled: with two cores and one busy process, a decode step took
-2 s instead of 20 ms. A short spin is as fast on an idle machine, and releases the core in time on a busy one. The
-runtime reads its environment when torch is imported, so this must run before.
+2 s instead of 20 ms. A short spin is as fast on an idle machine, and releases the core in time on a busy one. OpenMP
+reads its environment when torch is imported, so `set_defaults` must run before.
 """
 
 import os
@@ -19,7 +19,7 @@ _MOST_SPINS = 2**31 - 1
 
 
 def set_defaults() -> None:
-    """Set what the operator has not chosen."""
+    """Set the environment variables that the operator has not set."""
     if control_group.cpu_quota() is not None:
         os.environ.setdefault("OMP_NUM_THREADS", str(control_group.usable_cores()))
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -27,7 +27,7 @@ def set_defaults() -> None:
 
 
 def spin_count(environ: Mapping[str, str]) -> int:
-    """Return how often a thread of `runner/native/team.h` spins before it sleeps, by the same variables."""
+    """Return how often a thread of `runner/native/team.h` spins before it sleeps, from the same variables."""
     chosen = environ.get("GOMP_SPINCOUNT", "")
     if chosen.isdecimal():
         return min(int(chosen), _MOST_SPINS)

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-_LINKS_FOLLOWED = 40  # the limit of the kernel
+_LINKS_FOLLOWED = 40  # as many as the kernel follows
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -25,7 +25,7 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def candidates(name: str, environ: Mapping[str, str] = os.environ) -> Iterator[Path]:
-    """Yield the possible places of a folder, the best one first. They need not exist or be private."""
+    """Yield the possible paths of a folder, the preferred one first. They need not exist or be private."""
     with contextlib.suppress(RuntimeError):  # the user has no home and is not in the password database
         yield cache_folder(environ) / name
     if environ.get("XDG_RUNTIME_DIR"):
@@ -35,10 +35,10 @@ def candidates(name: str, environ: Mapping[str, str] = os.environ) -> Iterator[P
 
 
 def first_private(name: str, report: Callable[[str], None], environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the first of the `candidates` that is private or can be created so. Report the others.
+    """Return the first of the `candidates` that is private or can be created as private. Report the ones before it.
 
     Raises:
-        OSError: there is none.
+        OSError: none of them can be used.
     """
     refused = []
     for folder in candidates(name, environ):
@@ -64,13 +64,13 @@ def make_private(folder: Path) -> Path:
     missing = [folder]
     while not os.path.lexists(missing[-1].parent):
         missing.append(missing[-1].parent)
-    # before anything is created there: another user could be faster
+    # checked before anything is created in it: otherwise another user could create it first
     check_private(missing[-1].parent)
     for path in reversed(missing):
         try:
             path.mkdir(mode=0o700)
         except FileExistsError:
-            continue  # it exists, or another process of this user has created it
+            continue  # it existed, or another process of this user has created it
     check_private(folder, alone=True)
     return folder
 

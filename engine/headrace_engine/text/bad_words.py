@@ -1,4 +1,4 @@
-"""Converts bad words to the token sequences with which a model would write them."""
+"""Converts bad words to the token sequences by which a model may write them."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -7,14 +7,14 @@ from headrace_engine.errors import InvalidRequestError
 from headrace_engine.text.tokenizer import ModelTokenizer
 
 _ANCHORS: Final = ("a", ",")
-"""Texts before a word: tokens may merge a letter with its first letters, or a comma with punctuation."""
+"""Texts to put before a word. The first token may merge one of them with the start of the word, but hardly both."""
 
 
 def tokenize_bad_words(tokenizer: ModelTokenizer, words: Sequence[str], vocab_size: int) -> list[list[int]]:
     """Return the different tokenisations of each word: at the start of a text, after a space, and within a word.
 
-    As in vLLM (SamplingParams.update_from_tokenizer), white space before a word is ignored, unless the word consists of
-    it. Sequences with tokens that the model cannot draw are omitted.
+    As in vLLM (SamplingParams.update_from_tokenizer), white space before a word is ignored, unless the word is nothing
+    but white space. Sequences with tokens that the model cannot draw are omitted.
 
     Raises:
         InvalidRequestError: the tokenizer has no token for a word.
@@ -36,7 +36,7 @@ def tokenize_bad_words(tokenizer: ModelTokenizer, words: Sequence[str], vocab_si
 
 
 def _shortest(forms: Sequence[list[int]]) -> list[list[int]]:
-    """Remove sequences that end in another one, which forbids their last token already."""
+    """Remove each sequence that ends with another one: the shorter one forbids the same last token already."""
     kept: list[list[int]] = []
     for form in sorted(forms, key=len):
         if not any(form[-len(other) :] == other for other in kept):

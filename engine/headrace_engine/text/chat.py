@@ -1,6 +1,6 @@
 """The messages of a chat and the options for its template.
 
-They are plain data, so that another process can render them.
+Both are plain data, so that another process can render the chat.
 """
 
 import json
@@ -20,7 +20,7 @@ ContentFormat = Literal["auto", "string", "openai"]
 
 _TEXT_PARTS = dict.fromkeys(("text", "input_text", "output_text"), "text")
 _TEXT_PARTS |= {"refusal": "refusal", "thinking": "thinking"}
-"""The types of text parts, and the key of their text."""
+"""Type of a text part -> the key of its text."""
 _FLAGS = dict.fromkeys(("add_generation_prompt", "continue_final_message"), Boolean())
 _NOT_VARIABLES = frozenset(
     {
@@ -55,9 +55,9 @@ class ChatOptions:
     """
 
     chat_template: str | None = None
-    """A Jinja template. None: that of the model."""
+    """A Jinja template. None: the template of the model."""
     chat_template_content_format: ContentFormat = "auto"
-    """The form of contents for the template: string, openai (a list of parts), or auto: detected from its loops."""
+    """The form of contents for the template: string, openai (a list of parts), or auto: a list if it loops over it."""
     add_generation_prompt: bool = True
     """End the prompt with the start of the assistant's turn."""
     continue_final_message: bool = False
@@ -151,7 +151,7 @@ def _read_message(name: str, message: object) -> dict[str, Any]:
         raise InvalidRequestError(problem)
     read["content"] = _read_content(name, read)
     reasoning = read.get("reasoning_content", read.get("reasoning"))
-    if reasoning is not None:  # templates read either
+    if reasoning is not None:  # a template may read either name
         read |= {"reasoning": reasoning, "reasoning_content": reasoning}
     calls = read.pop("tool_calls", None)
     if calls:
@@ -164,7 +164,7 @@ def _read_content(name: str, message: Mapping[str, Any]) -> str | list[dict[str,
     if isinstance(content, str):
         return content
     if content is None and message["role"] == "assistant":
-        return ""  # it has called tools, or will be continued
+        return ""  # the message has tool calls, or the output continues it
     if not isinstance(content, list):
         raise InvalidRequestError(f"{name} must be a map with the texts role and content")
     parts = [_read_part(f"part {number} of {name}", part) for number, part in enumerate(content)]
@@ -207,7 +207,7 @@ def _read_tool_calls(name: str, calls: object) -> list[dict[str, Any]]:
 
 
 def _read_arguments(name: str, arguments: object) -> dict[str, Any]:
-    """Return arguments as a map for a template. Malformed arguments of a model become an empty map."""
+    """Return the arguments of a call as a map for a template. Malformed JSON from a model becomes an empty map."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)

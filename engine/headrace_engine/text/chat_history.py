@@ -1,9 +1,8 @@
-"""Fits the tool calls of a conversation to a chat template, which may take some forms of them only.
+"""Writes the tool calls of a conversation in a form that the chat template can show.
 
-Templates differ in whether they take the arguments of a call as a map or as text, a content that is empty or null,
-several calls in a message, text beside calls, and any id. A template that does not take a form refuses the
-conversation, or leaves out the call in silence. So each template renders probes, as in llama.cpp, and gets the first
-form that works.
+Templates differ: arguments of calls as a map or as text, an empty content or null, several calls in a message or one,
+text beside calls or not, any ids or short ones. A template refuses a form that it does not know, or silently leaves
+out the call. So `find_form` tries the forms with probes, as in llama.cpp, and takes the first one that works.
 """
 
 import hashlib
@@ -18,7 +17,7 @@ from headrace_engine.errors import InvalidRequestError
 
 Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[[list[dict[str, Any]]], str]
-"""Renders messages. Raises any exception if the template refuses them."""
+"""Renders messages. If the template refuses them, it may raise any exception."""
 
 _ID = re.compile(r"[A-Za-z0-9]{9}")
 _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
@@ -26,7 +25,7 @@ _DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True, slots=True)
 class HistoryForm:
-    """The form in which a template takes tool calls and their results. The default is that of most templates."""
+    """The form in which a template takes tool calls and their results. Most templates take the default."""
 
     text_arguments: bool = False
     """The arguments are JSON text instead of a map."""
@@ -35,7 +34,7 @@ class HistoryForm:
     short_ids: bool = False
     """Ids have nine letters and digits."""
     one_call: bool = False
-    """A message has one call. Its result follows before the next call."""
+    """A message has at most one call, and the result of the call is the next message."""
     calls_apart: bool = False
     """Text and calls are in separate messages."""
     calls_in_text: bool = False
@@ -45,7 +44,7 @@ class HistoryForm:
 
 
 def find_form(render: Render) -> HistoryForm | None:
-    """Return the first form in which a template shows all of a call; None if there is none."""
+    """Return the first form in which a template shows calls completely. Return None if there is no such form."""
     for shows, form in itertools.product((_shows_exactly, _shows), _simple_forms()):
         if _works(form, render, shows, num_calls=1):
             if not _works(form, render, shows, num_calls=2):
@@ -89,7 +88,7 @@ def has_calls(messages: Iterable[Message]) -> bool:
 
 
 def _with_ids(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Give an id to each call and result that has none. Results without an id belong to the calls in order."""
+    """Give an id to each call and result without one. Results without an id belong to the calls in order."""
     found: list[dict[str, Any]] = []
     waiting: list[str] = []
     for position, message in enumerate(messages):
@@ -110,7 +109,7 @@ def _with_ids(messages: Iterable[Message]) -> list[dict[str, Any]]:
 
 
 def _one_by_one(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
-    """Yield the calls of a message in a message each, followed by its result."""
+    """Yield each call of a message in a message of its own, followed by the result of the call."""
     position = 0
     while position < len(messages):
         message = messages[position]
@@ -167,7 +166,7 @@ def _user_result(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merged(messages: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield messages. Successive ones of the user become one, as many templates want the roles to alternate."""
+    """Yield messages. Merge successive user messages, because many templates require alternating roles."""
     last: dict[str, Any] | None = None
     for message in messages:
         if last is not None and last["role"] == message["role"] == "user":
@@ -223,7 +222,7 @@ def _short(text: str) -> str:
     return "".join(digits)
 
 
-# The names of a probe occur in no template.
+# The names in a probe must not occur in any template.
 _PROBE_IDS = ("call_0123456789abcdefghijklmn", "call_nmlkjihgfedcba9876543210")
 _PROBE_QUESTION = "probe_question"
 PROBE_TOOLS: list[dict[str, Any]] = [
@@ -279,7 +278,7 @@ def _works(
 
 
 def _shows(rendered: str, letter: str) -> bool:
-    """Whether a prompt holds the call, and behind it the result."""
+    """Whether a prompt contains the call and, after it, its result."""
     wanted = (f"probe_text_{letter}", f"probe_value_{letter}", f"probe_count_{letter}")
     start = rendered.rfind(f"probe_value_{letter}")
     return (
@@ -291,7 +290,7 @@ def _shows(rendered: str, letter: str) -> bool:
 
 
 def _shows_exactly(rendered: str, letter: str) -> bool:
-    """The same, and the arguments are neither JSON within a JSON text nor a Python literal."""
+    """Like `_shows`, but the arguments must not be shown as JSON within a JSON string, or as a Python literal."""
     name = f"probe_text_{letter}"
-    chat = rendered[rendered.find(_PROBE_QUESTION) :]  # a template may show the tools before as a Python literal
+    chat = rendered[rendered.find(_PROBE_QUESTION) :]  # before it, a template may show tools as Python
     return _shows(chat, letter) and f'\\"{name}' not in chat and f"'{name}':" not in chat

@@ -18,7 +18,7 @@ from headrace_engine.text.chat_history import PROBE_TOOLS, HistoryForm, find_for
 
 
 def read_template(given: str | Path | None) -> str | None:
-    """Return a template, which may be given as the path of its file.
+    """Return a template. If `given` is the path of a file, return the content of the file.
 
     Raises:
         InvalidRequestError: there is no such file.
@@ -74,7 +74,7 @@ def for_template(
 
 @lru_cache(maxsize=32)
 def history_form(template: str, special_tokens: tuple[tuple[str, str], ...], *, has_tools: bool) -> HistoryForm | None:
-    """Return the form of tool calls that the template takes; None if it takes none. Renders up to a hundred probes."""
+    """Return the form of tool calls that the template can show, or None. Renders up to a hundred probes."""
     options = ChatOptions(tools=PROBE_TOOLS if has_tools else None)
     return find_form(
         lambda messages: _render(template, _with_format(template, messages, options), options, dict(special_tokens))
@@ -82,7 +82,7 @@ def history_form(template: str, special_tokens: tuple[tuple[str, str], ...], *, 
 
 
 def written_call(template: str, special_tokens: Mapping[str, str]) -> str | None:
-    """Return the text of an answer that is a call of the first of PROBE_TOOLS; None if the template shows no calls."""
+    """Return the text by which the assistant calls the first of PROBE_TOOLS, or None if the template shows no calls."""
     form = history_form(template, tuple(sorted(special_tokens.items())), has_tools=True)
     if form is None or form.calls_in_text:
         return None
@@ -116,7 +116,7 @@ def _as_parts(message: Mapping[str, Any]) -> Any:
     content = message["content"]
     if isinstance(content, str) and content and message["role"] != "tool":
         return [{"type": "text", "text": content}]
-    return content  # an empty text is also a list without parts, and templates that want a first part take it
+    return content  # an empty text also works as an empty list, even in templates that read the first part
 
 
 @lru_cache(maxsize=16)
@@ -158,5 +158,5 @@ def reads_variable(template: str, name: str) -> bool:
 
 
 def import_chat_templates() -> Any:
-    """Return what renders chats. The first import takes a second, so call it when the process is idle."""
+    """Import transformers' module that renders chats. The first import takes a second: call it when idle."""
     return import_module("transformers.utils.chat_template_utils")

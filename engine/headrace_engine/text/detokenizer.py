@@ -1,8 +1,8 @@
 """Converts token ids to text incrementally, and detects stop strings.
 
-The concatenated text is what `decode(prompt + output)` adds to `decode(prompt)`. A character that the prompt starts and
-the output completes is shown whole. An incomplete character is held back until it is complete, turns out to be invalid,
-or the output ends. An invalid one is shown as U+FFFD, as by `decode`.
+The concatenated text is the part that `decode(prompt + output)` adds to `decode(prompt)`. If the prompt ends within a
+character and the output completes it, the output shows the whole character. An incomplete character is held back until
+it is complete, turns out to be invalid, or the output ends. An invalid character is shown as U+FFFD, as by `decode`.
 
 The text after k tokens depends only on those k tokens and the parameters. So a request that another worker continues
 shows the same characters at the same tokens.
@@ -15,13 +15,13 @@ from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.text.token_pieces import REPLACEMENT, Piece, TokenPieces
 
 _LONGEST_BEGINNING: Final = 3
-"""The bytes of an incomplete character."""
+"""Maximum bytes of an incomplete character."""
 _CONTEXT_TOKENS: Final = 16
 
 
 class TextStream(Protocol):
     def step(self, token_id: int) -> str:
-        """Return the complete characters after this token."""
+        """Add a token. Return the characters that are complete now."""
 
     def finish(self) -> str:
         """Return the rest of the text. No more tokens will follow."""
@@ -50,7 +50,7 @@ class PieceStream:
 
     Args:
         hidden: tokens that are not shown.
-        joined: added tokens that are shown without a separator if they are adjacent.
+        joined: added tokens, by id, with the text that is shown after another one of them, without a separator.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class PieceStream:
                 break
         _, self._beginning = pieces.decode(end[-_LONGEST_BEGINNING:])
         self._num_replaced = pieces.num_replacements(self._beginning)
-        """Number of U+FFFD at the end of the prompt.
+        """Number of U+FFFD that decoding shows for an incomplete character at the end of the prompt.
 
-        They do not belong to the output if their character stays invalid.
+        If the character stays invalid, they belong to the prompt and not to the output.
         """
 
     def step(self, token_id: int) -> str:
@@ -114,7 +114,7 @@ class PieceStream:
 
 
 class DifferenceStream:
-    """A stream for other decoders: compares the decoded text with and without a token."""
+    """A stream for other decoders. The text of a token is the difference between decoding with and without it."""
 
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
         self._tokenizer = pieces.tokenizer
@@ -170,8 +170,8 @@ class Detokenizer(Protocol):
             finished: no more tokens will follow, so nothing is held back.
 
         Returns:
-            The new text to show, and the stop string that ended it, if any. The text then ends before the stop string,
-            or after it with include_stop_str_in_output.
+            The new text to show, and the stop string that ended it, if any. In that case the text ends before the stop
+            string, or after it with include_stop_str_in_output.
         """
 
 
@@ -194,8 +194,8 @@ class NoDetokenizer:
 class IncrementalDetokenizer:
     """Detokenises one token after the other.
 
-    With stop strings, the last (longest stop string - 1) characters are held back until no stop string can start in
-    them.
+    A stop string may start in the last characters of the text. So these are held back: as many as the longest stop
+    string has, less one. With include_stop_str_in_output nothing is held back.
     """
 
     def __init__(self, pieces: TokenPieces, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
@@ -246,7 +246,7 @@ class IncrementalDetokenizer:
     def _find_stop(self, searched: int) -> str | None:
         """Cut the text at the stop string that ends first after `searched` characters.
 
-        If several end at the same place, the first of the list counts, as in vLLM (check_stop_strings).
+        If several stop strings end at the same place, the first in the list counts, as in vLLM (check_stop_strings).
         """
         found: tuple[int, str] | None = None
         for stop in self._stop:

@@ -8,14 +8,14 @@ from headrace_engine.runner.contracts import TokenLogprobs
 from headrace_engine.text.token_pieces import REPLACEMENT, TokenPieces
 
 _CONTEXT_TOKENS: Final = 16
-"""More than the tokens of one character."""
+"""How many of the last tokens to read. No character needs more tokens."""
 
 
 class LogprobTexts:
     """Processes the candidates of one position after the other.
 
-    A token has its own text. A token that ends inside a character has none, and the token that completes the character
-    has the text of both. So the texts of the drawn tokens add up to the output. The bytes say what each token adds.
+    If a token ends inside a character, its text is empty, and the token that completes the character has the whole
+    character. So the texts of the drawn tokens add up to the output. The bytes are those that each token adds.
     """
 
     def __init__(

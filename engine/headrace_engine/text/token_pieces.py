@@ -1,7 +1,7 @@
 """The bytes that single tokens add to a text.
 
-A decoder of Hugging Face's `tokenizers` returns only text, with U+FFFD for a part of a character. The bytes tell a part
-of a character, a whole character and an actual U+FFFD apart.
+A decoder of Hugging Face's `tokenizers` returns only text, with U+FFFD for a part of a character. The bytes show
+whether a token is a part of a character, whole characters or an actual U+FFFD.
 """
 
 import codecs
@@ -19,7 +19,7 @@ REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 _EACH_BYTE: Final = "headrace_engine.each_byte"
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHOR: Final = "a"
-"""A token to put before the others when they are decoded."""
+"""A text that is decoded before a token, so that the token is not the first one."""
 _JOINING: Final = frozenset({"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"})
 
 
@@ -34,8 +34,8 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 class TokenPieces:
     """The pieces of the tokens of one tokenizer, with a cache.
 
-    Most decoders concatenate the pieces of tokens: the first token may lose its leading space, and no other token
-    depends on its neighbours. If a decoder does more (`joins` is false), the piece of a token is just its text.
+    Most decoders concatenate the pieces of tokens (`joins` is true). Then no piece depends on other tokens, except that
+    the first token may lose its leading space. For other decoders, the piece of a token is only its decoded text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -64,14 +64,14 @@ class TokenPieces:
         return self.tokenizer.id_to_token(token_id) is not None
 
     def __getitem__(self, token_id: int) -> Piece:
-        """Return what the token adds after others, nothing for an unknown token."""
+        """Return the piece that the token adds after other tokens. It is empty for an unknown token."""
         piece = self._pieces.get(token_id)
         if piece is None:
             piece = self._pieces[token_id] = self._look_up(token_id)
         return piece
 
     def first(self, token_id: int) -> Piece:
-        """Return what the token adds at the start of a text."""
+        """Return the piece that the token adds at the start of a text."""
         piece = self[token_id]
         token = self.tokenizer.id_to_token(token_id)
         if token is None or isinstance(piece, bytes) or self._is_byte_level or not self.joins:
@@ -79,7 +79,7 @@ class TokenPieces:
         return self._decode([token])
 
     def alone(self, token_id: int) -> str:
-        """Return the text of a single token, with its own leading space, but without one that decoding adds."""
+        """Return the text of a single token. A leading space stays if it is the token's, not if decoding added it."""
         piece = self.first(token_id) if self._spaces_are_between else self[token_id]
         return piece if isinstance(piece, str) else self.decode(piece, final=True)[0]
 
@@ -138,7 +138,10 @@ def _as_piece(data: bytes) -> Piece:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the bytes of GPT-2's characters: printable ones stand for themselves, the others start at U+0100."""
+    """Return the byte that each of GPT-2's characters stands for.
+
+    A printable character stands for its own byte. The characters from U+0100 on stand for the other bytes.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
@@ -148,7 +151,7 @@ _BYTE_LEVEL_ALPHABET: Final = _byte_level_alphabet()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """Return the bytes of a token. Like the library, treat one with a character outside the alphabet as plain text."""
+    """Return the bytes of a token. A token with a character outside the alphabet is plain text, as for the library."""
     try:
         return bytes([_BYTE_LEVEL_ALPHABET[character] for character in token])
     except KeyError:

@@ -1,7 +1,7 @@
 """The tokenizer of the model: converts text or chats to ids, and ids to text.
 
 Imports no torch, and transformers only for chats, so that a process without a model starts fast and stays small.
-`tokenizer_loader`, which imports both, reads the parts. `tokenizer_factory` chooses between them.
+`tokenizer_loader` reads the `TokenizerParts` and imports both. `tokenizer_factory` creates the tokenizer of a model.
 """
 
 import json
@@ -35,7 +35,7 @@ class ModelTokenizer:
         self._prompt_length: PromptLength | None = None
 
     def refuse_longer_than(self, max_tokens: int) -> None:
-        """Refuse far too long texts without tokenising all of them."""
+        """Refuse texts that are far longer than `max_tokens`, without tokenising all of their text."""
         self._prompt_length = PromptLength(self.backend, max_tokens)
 
     @cached_property
@@ -50,7 +50,7 @@ class ModelTokenizer:
         return template is not None and chat_template.reads_variable(template, "tools")
 
     def learn_history_forms(self) -> None:
-        """Find the forms of tool calls that the model's chat templates take. Otherwise the first such chat does."""
+        """Find the forms of tool calls that the model's chat templates take, so that the first chat need not do it."""
         tokens = tuple(sorted(self._special_tokens.items()))
         with_tools = self._tool_chat_template or self._chat_template
         for template, has_tools in ((self._chat_template, False), (with_tools, True)):
@@ -69,7 +69,7 @@ class ModelTokenizer:
 
     @property
     def start_ids(self) -> list[int]:
-        """The ids with which an empty text begins: those of every prompt, else the start token, else the end token."""
+        """The prompt for an empty text: the special tokens of every prompt, else the start token or the end token."""
         start = self._special_tokens.get("bos_token")
         start_id = self.backend.token_to_id(start) if isinstance(start, str) else None
         start_id = self.eos_token_id if start_id is None else start_id
@@ -94,7 +94,7 @@ class ModelTokenizer:
             raise InvalidRequestError("the model has no chat template: send a prompt instead of messages")
         try:
             text = self._render_chat(template, conversation, options)
-        except Exception as error:  # templates are programs of the authors of the model, and may raise anything
+        except Exception as error:  # templates are programs by the model's authors, and may raise anything
             if options.continue_final_message and isinstance(error, ValueError):
                 raise InvalidRequestError(
                     "continue_final_message cannot be served: the last message has no text, or the chat template does "
@@ -137,9 +137,10 @@ class NoTokenizer(ModelTokenizer):
 
 _CHARS_A_TOKEN = 16
 _LEAST_CHARS = 1 << 14
-# More text may change the boundaries of tokens, but it cannot halve their number.
+# A text is refused if its beginning alone has more than this many times the allowed tokens. The rest of the text may
+# change the boundaries of tokens in the beginning, and so their number, but it cannot halve the number.
 _TOO_MANY = 2
-# For these, the tokens of a beginning do not depend on the rest, except for its last characters.
+# With these, the tokens of the beginning of a text do not depend on the rest, except for the last few characters.
 _LOCAL_NORMALISERS = {
     "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend", "Strip",
     "StripAccents",
@@ -147,7 +148,7 @@ _LOCAL_NORMALISERS = {
 
 
 class PromptLength:
-    """The check for one tokenizer.
+    """Checks the length of texts by tokenising only their beginnings.
 
     Args:
         max_tokens: maximum tokens of prompt and output.
@@ -180,7 +181,7 @@ def _is_local(normaliser: dict[str, object]) -> bool:
         parts = normaliser["normalizers"]
         assert isinstance(parts, list)
         return all(_is_local(part) for part in parts)
-    if normaliser["type"] == "Replace":  # for a fixed text; a regular expression may match up to the end
+    if normaliser["type"] == "Replace":  # local for a fixed text; a regular expression may match up to the end
         pattern = normaliser["pattern"]
         return isinstance(pattern, dict) and isinstance(pattern.get("String"), str) and len(pattern["String"]) < 256
     return normaliser["type"] in _LOCAL_NORMALISERS

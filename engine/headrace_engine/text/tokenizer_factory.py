@@ -1,4 +1,4 @@
-"""`create_tokenizer`: makes the tokenizer of a model from its parts, or from its files where these do not suffice."""
+"""`create_tokenizer`: creates the tokenizer of a model from its parts, or from its files if these do not suffice."""
 
 from headrace_engine.text.tokenizer import ModelTokenizer
 from headrace_engine.text.tokenizer_parts import TokenizerParts
@@ -7,7 +7,7 @@ from headrace_engine.text.tokenizer_parts import TokenizerParts
 def create_tokenizer(
     model: str, parts: TokenizerParts, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> ModelTokenizer:
-    """Create the tokenizer from its parts. Read it from the model, which imports torch, if they do not suffice."""
+    """Create the tokenizer from its parts. If they do not suffice, read it from the model, which imports torch."""
     if not parts.has_own_methods:
         return ModelTokenizer(parts)
     from headrace_engine.text.tokenizer_loader import OwnMethodsTokenizer, read_tokenizer  # imports torch

@@ -1,6 +1,6 @@
 """Reads a tokenizer with transformers, whose `AutoTokenizer` imports torch.
 
-For the process of the core, which has imported torch anyway. Other processes get the parts from there.
+The process of the core uses it, because it imports torch anyway. It sends the parts to other processes.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ from headrace_engine.text.chat import ChatOptions
 from headrace_engine.text.tokenizer import ModelTokenizer
 from headrace_engine.text.tokenizer_parts import TokenizerParts
 
-# What `ModelTokenizer` does without, as the plain class does it.
+# `ModelTokenizer` replaces these methods of the plain class. A class that overrides one needs `OwnMethodsTokenizer`.
 _METHODS = ("__call__", "_encode_plus", "apply_chat_template", "get_chat_template", "special_tokens_map")
 
 
@@ -40,7 +40,7 @@ def read_tokenizer(model: str, *, trust_remote_code: bool, revision: str | None 
     """Read a fast (Rust) tokenizer of transformers. Raises ModelLoadError if there is none."""
     source, options = pretrained_source(model, revision)
     try:
-        with quick_reads(model):  # it reads the configuration, too
+        with quick_reads(model):  # AutoTokenizer reads the configuration, too
             tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
     except (
         Exception
@@ -78,13 +78,13 @@ def parts_of(tokenizer: Any) -> TokenizerParts:
 def _template(tokenizer: Any, **options: Any) -> str | None:
     try:
         template: str = tokenizer.get_chat_template(**options)
-    except ValueError:  # it has none, or several without a default
+    except ValueError:  # there is no template, or there are several without a default
         return None
     return template
 
 
 class OwnMethodsTokenizer(ModelTokenizer):
-    """Whether the class of the tokenizer has an encoding of its own, for example from code in the model folder."""
+    """A tokenizer whose class has its own way to encode, for example by code in the model folder. Calls that class."""
 
     def __init__(self, parts: TokenizerParts, tokenizer: Any) -> None:
         super().__init__(parts)
@@ -116,7 +116,7 @@ _OTHER_WAY: Final = "or copy tokenizer.json from the model's repository, if it h
 
 
 def advice(model: str, error: Exception) -> str:
-    """Return why the tokenizer of a model cannot be read, and what to do. `error` is transformers' own."""
+    """Return why the tokenizer of a model cannot be read, and what to do. `error` is transformers' exception."""
     folder = Path(model)
     if not folder.is_dir() or (folder / "tokenizer.json").exists():
         return str(error)

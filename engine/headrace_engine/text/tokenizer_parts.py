@@ -20,4 +20,4 @@ class TokenizerParts:
     split_special_tokens: bool = False
     """Whether special tokens in a text are treated as plain text."""
     has_own_methods: bool = False
-    """Whether the class of the tokenizer has an encoding of its own, so that these parts do not suffice."""
+    """Whether the tokenizer's class has its own way to encode, so that these parts do not suffice."""

@@ -1,4 +1,4 @@
-"""The engine as a library: `LLM`, `AsyncLLMEngine`, and the way of a request into the core and of its outputs back.
+"""The engine as a library: `LLM` and `AsyncLLMEngine`, the checks of requests, and the conversion of outputs.
 
-The core itself is in `core`; the text of prompts and outputs is in `text`.
+The core itself is in `core`. Conversion between text and tokens is in `text`.
 """

@@ -42,9 +42,9 @@ class AsyncLLMEngine:
             print(output.outputs[0].text)
         await engine.shutdown()
 
-    Outputs that a slow consumer has not taken are merged into one: deltas are joined, and of cumulative outputs the
-    last one is kept. If the consumer of a stream stops (break, cancelled task, closed generator), its request is
-    aborted. All methods belong to one event loop. Loading blocks, so create the engine before the loop has other work.
+    Outputs that a slow consumer has not taken are merged into one: deltas are joined, and a cumulative output replaces
+    the one before. If the consumer of a stream stops (break, cancelled task, closed generator), its request is aborted.
+    Call all methods in one event loop. Loading blocks the loop, so create the engine before the loop has other work.
     """
 
     tokenizer: ModelTokenizer
@@ -119,7 +119,7 @@ class AsyncLLMEngine:
         lora_request: LoRARequest | None = None,
         **chat_options: Any,
     ) -> AsyncIterator[RequestOutput]:
-        """As `generate`, for a conversation. `chat_options` are the fields of `ChatOptions`."""
+        """Do what `generate` does, for a conversation. `chat_options` are the fields of `ChatOptions`."""
         name = request_id_of(request_id)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         process = partial(
@@ -150,7 +150,7 @@ class AsyncLLMEngine:
             elif name in self._streams:
                 self._aborted_early.add(name)
 
-    async def drain(self, timeout: float | None = None) -> None:  # reads as vLLM's own
+    async def drain(self, timeout: float | None = None) -> None:
         """Refuse new requests, and wait until all streams have ended.
 
         Raises:
@@ -230,12 +230,13 @@ class AsyncLLMEngine:
     def shutdown(self, timeout: float | None = None) -> Awaitable[None]:
         """Stop the core at once. Open streams end with EngineDeadError.
 
-        A program without an event loop may call it too. In an event loop, await the result: streams end then.
+        In an event loop, await the result: this gives the streams the time to end. A program without an event loop may
+        call this too.
 
         Args:
-            timeout: seconds until the core is killed. None: the default of the engine.
+            timeout: not used. A core that does not end is killed after some seconds.
         """
-        del timeout  # vLLM's parameter; a core that does not end is killed after some seconds anyway
+        del timeout  # a parameter of vLLM
         self._dead = self._dead or EngineDeadError("the engine was shut down")
         if not self._is_closed:
             self._is_closed = True
@@ -243,7 +244,7 @@ class AsyncLLMEngine:
             self._thread.shutdown()  # waits for the task that takes outputs
             self._core.close()
             self._input_processor.close()
-            with contextlib.suppress(RuntimeError):  # their event loop is closed
+            with contextlib.suppress(RuntimeError):  # the event loop of the streams is closed
                 self._fail_streams()
         return _Ended(self._pump)
 
@@ -259,7 +260,7 @@ class AsyncLLMEngine:
         self, request_id: str, params: SamplingParams, process: Callable[..., ProcessedRequest]
     ) -> AsyncGenerator[RequestOutput]:
         self._check_id(request_id)
-        kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)  # `process` refuses what has none
+        kind = getattr(params, "output_kind", RequestOutputKind.CUMULATIVE)  # `process` refuses params without it
         collector = OutputCollector(kind)
         self._streams[request_id] = collector  # before any await: the id is in use from here on
         self._idle.clear()
@@ -323,7 +324,7 @@ class AsyncLLMEngine:
 
 
 class _Ended:
-    """The result of `shutdown`. Unlike a coroutine, it need not be awaited."""
+    """The result of `shutdown`. A caller need not await it, unlike a coroutine."""
 
     def __init__(self, pump: "asyncio.Task[None] | None") -> None:
         self._pump = pump

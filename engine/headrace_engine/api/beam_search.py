@@ -1,7 +1,7 @@
 """Beam search by ordinary requests, with vLLM's parameters, results and scores.
 
-Each step requests one token after each beam, with its `2 * beam_width` most likely successors. With the prefix cache,
-only one token is computed. Nothing is sampled. The caller passes the function that extends beams.
+Each step requests one token after each beam, with the log-probabilities of the `2 * beam_width` most likely tokens.
+With the prefix cache, the model computes one token of each beam. The caller passes the function that extends beams.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -25,15 +25,16 @@ _RULES = {
 
 
 Extend = Callable[[list[list[int]]], list[dict[int, Logprob]]]
-"""Token ids of beams -> for each, the most likely next tokens."""
+"""Token ids of each beam -> the most likely next tokens of each beam."""
 
 
 @with_vllm_names("BeamSearchParams", InvalidRequestError)
 @dataclass(slots=True, kw_only=True)
 class BeamSearchParams:
-    """
+    """The parameters of a beam search.
+
     Raises:
-        InvalidRequestError: one or more values are out of range; all of them are named.
+        InvalidRequestError: one or more values are out of range. The error names all of them.
     """
 
     beam_width: int
@@ -44,10 +45,10 @@ class BeamSearchParams:
     temperature: float = 0.0
     """Only 0 is supported: beams are ranked by the log-probabilities of the model."""
     length_penalty: float = 1.0
-    """The score is the sum of log-probabilities, divided by the number of tokens, including the prompt, to this power.
-    Values above 0 favour longer sequences, values below 0 shorter ones."""
+    """The score is the sum of log-probabilities, divided by (number of tokens with the prompt) to this power. Values
+    above 0 favour longer sequences, values below 0 shorter ones."""
     include_stop_str_in_output: bool = False
-    """Whether `text` includes the end token."""
+    """Whether the text of a sequence includes the end token."""
 
     def __post_init__(self) -> None:
         for name in ("beam_width", "max_tokens", "temperature", "length_penalty"):
@@ -114,7 +115,7 @@ class BeamSearch:
             self.beams = []
 
     def result(self) -> list[BeamSearchSequence]:
-        """Return the best sequences, ended or not."""
+        """Return the best sequences, whether they have ended or not."""
         best = self._best([*self._completed, *self.beams])
         for sequence in best:
             sequence.finish_reason = sequence.finish_reason or "length"
@@ -138,7 +139,7 @@ class BeamSearch:
 
 
 def search_together(searches: Sequence[BeamSearch], extend: Extend) -> bool:
-    """Run one step of all active searches in one batch. Return whether there were any."""
+    """Run one step of all active searches in one batch. Return False if no search is active."""
     active = [search for search in searches if search.beams]
     successors = iter(extend([beam.tokens for search in active for beam in search.beams]) if active else ())
     for search in active:

@@ -43,7 +43,7 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str]
-    """The text of the ids. It is only returned with the output."""
+    """The text of the ids. It is returned with the output, and not used otherwise."""
     cache_salt: NotRequired[str]
 
 
@@ -79,10 +79,10 @@ class InputProcessor:
 
     Args:
         max_logprobs: maximum number of log-probabilities at one position; -1 means no limit.
-        logits_processors: those of the core. They determine the content of `extra_args`.
+        logits_processors: the classes that the core uses. They determine which `extra_args` are valid.
         seed: seed for requests without a seed of their own. None: they get random seeds.
         engine: name of the engine, for messages.
-        capabilities: those of the engine. None: it has all of them.
+        capabilities: the capabilities of the engine. None: all features without limits.
     """
 
     def __init__(
@@ -153,11 +153,11 @@ class InputProcessor:
 
     @property
     def start_ids(self) -> list[int]:
-        """The prompt of a request that begins with nothing."""
+        """The token ids of an empty prompt."""
         return self._tokenizer.start_ids
 
     def check_grammar(self, params: SamplingParams) -> None:
-        """Check the grammar of a request. `process` does so too, but it can be done in a thread before.
+        """Check the grammar of a request and cache the result. If a thread calls it first, `process` does not block.
 
         Raises:
             InvalidRequestError: the grammar cannot be used.
@@ -200,7 +200,7 @@ class InputProcessor:
     def tokenize_chat(
         self, messages: Sequence[ChatMessage], chat_options: ChatOptions | None = None
     ) -> tuple[str, list[int]]:
-        """The text that the chat template makes of a conversation, and its token ids."""
+        """Return the prompt that the chat template makes of a conversation, and its token ids."""
         return self._tokenizer.encode_chat(read_messages(messages), chat_options)
 
     def _build(
@@ -221,13 +221,13 @@ class InputProcessor:
         return self.assemble(request_id, checked, params, priority, arrival_time, cache_salt, lora_request)
 
     def check(self, prompt: Prompt, params: SamplingParams) -> CheckedPrompt:
-        """Do what `process` does except `assemble`, which another process may do."""
+        """Tokenise and check a prompt as `process` does. Another process may then call `assemble`."""
         return self._check(*self.tokenize(prompt), params)
 
     def check_chat(
         self, messages: Sequence[ChatMessage], params: SamplingParams, chat_options: ChatOptions | None = None
     ) -> CheckedPrompt:
-        """The same for a chat request."""
+        """Do what `check` does, for a chat request."""
         return self._check(*self.tokenize_chat(messages, chat_options), params)
 
     def _check(self, text: str | None, token_ids: list[int], params: SamplingParams) -> CheckedPrompt:
@@ -247,14 +247,14 @@ class InputProcessor:
         cache_salt: str,
         lora_request: LoRARequest | None,
     ) -> ProcessedRequest:
-        """Create the request from a tokenised and checked prompt, possibly of another process."""
+        """Create the request from a tokenised and checked prompt, which may come from another process."""
         admission = next(self._admissions)
         seed = params.seed
         if seed is None:
             seed = secrets.randbits(63) if self._seed is None else choice_seed(self._seed, admission)
-        # Output kind and stop strings are for the output processor. They stay in this process, like all other text.
+        # The core needs no text. The output processor, in this process, handles the stop strings.
         core_params = _changed(params, stop=[], bad_words=[])
-        # All choices share one prompt: the first one reports its log-probabilities, the others may use the cache.
+        # All choices share one prompt. Only the first one reports its log-probabilities: the others may use the cache.
         further_params = core_params if params.prompt_logprobs is None else _changed(core_params, prompt_logprobs=None)
         choices = [
             EngineCoreRequest(
@@ -289,13 +289,13 @@ def request_of_choice(choice: str) -> str:
 def choice_id(request_id: str, index: int, admission: int) -> str:
     """Return the id of one choice of a request in the core.
 
-    It is unique: after an abort, the same request id may be used again while old outputs still arrive.
+    It is unique even if a request id is used again after an abort, while outputs of the old request still arrive.
     """
     return f"{request_id}:{index}:{admission}"
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Return the seed of a choice. Choice 0 has the seed of the request, so that n=1 and the first of n agree."""
+    """Return the seed of a choice. Choice 0 has the seed of the request, so its tokens do not depend on `n`."""
     if index == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest()

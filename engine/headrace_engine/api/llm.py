@@ -90,7 +90,7 @@ class LLM:
             sampling_params: one for all prompts, or one for each. None: `get_default_sampling_params`.
             use_tqdm: whether to show a progress bar, or a function that creates one, with tqdm's arguments.
             lora_request: one adapter for all prompts, or an adapter or None for each.
-            priority: one for all prompts, or one for each. 0 is served first, if the engine has
+            priority: one for all prompts, or one for each. The lowest number is served first, if the engine has
                 `scheduling_policy="priority"`.
             tokenization_kwargs, mm_processor_kwargs: not supported.
 
@@ -136,7 +136,7 @@ class LLM:
         return self._run(conversations, sampling_params, priority, add, use_tqdm, lora_request)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a call without any: those of the option `generation_config`."""
+        """Return the sampling parameters of calls that give none. The option `generation_config` determines them."""
         return self.engine.get_default_sampling_params()
 
     def beam_search(
@@ -299,7 +299,7 @@ def _one_each(name: str, given: Any, count: int, kind: type) -> list[Any]:
 
 
 def _final_only(params: Any) -> Any:
-    """Return the parameters for an output that is returned once. An invalid value is refused later."""
+    """Return the parameters with `FINAL_ONLY`: each request has one output. An invalid value is refused later."""
     if not isinstance(params, SamplingParams):
         return params
     return replace(params, output_kind=RequestOutputKind.FINAL_ONLY)

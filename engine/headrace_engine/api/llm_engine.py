@@ -80,11 +80,11 @@ class LLMEngine:
         priority: int | None = None,
         **unsupported: Any,
     ) -> str:
-        """Queue a request. Return its id as text, which its outputs have.
+        """Queue a request. Return its id as text, as in the outputs.
 
         Args:
             arrival_time: orders requests of the same priority. Give it for all requests or for none.
-            priority: 0 is served first, if the engine has `scheduling_policy="priority"`.
+            priority: the lowest number is served first, if the engine has `scheduling_policy="priority"`.
 
         Raises:
             InvalidRequestError: the request is invalid. Nothing was queued.
@@ -119,7 +119,7 @@ class LLMEngine:
         return self._queue(request_id, params, arrival_time, lora_request, priority, process)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a request without any: those of `generation_config`."""
+        """Return the sampling parameters of requests that give none. `generation_config` determines them."""
         return default_params(self.model_info)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
@@ -254,8 +254,8 @@ class LLMEngine:
     def _add(self, request: ProcessedRequest) -> None:
         lora_request = request.choices[0].lora_request
         if lora_request is not None and lora_request not in self._loras:
-            # Reports problems of the adapter now. If there is no room now, or it is evicted, the core loads it when
-            # needed.
+            # Load the adapter now, to report its problems now. If there is no room, or if it is evicted later, the core
+            # loads it when a request needs it.
             with contextlib.suppress(LoRACapacityError):
                 self.add_lora(lora_request)
         self._output_processor.add_request(request)
@@ -292,7 +292,7 @@ def check_engine_args(args: object) -> None:
 
 
 def default_params(model_info: ModelInfo) -> SamplingParams:
-    """Return the parameters of a request without any."""
+    """Return the sampling parameters of requests that give none."""
     return SamplingParams(**model_info.default_sampling_params)
 
 
@@ -340,7 +340,7 @@ def create_input_processor(config: EngineConfig, core: CoreClient, tokenizer: Mo
 
 
 def fetch_tokenizer(config: EngineConfig, core: CoreClient) -> ModelTokenizer:
-    """Return the tokenizer of the model. Raises ModelLoadError, after the shutdown of the core, if there is none."""
+    """Return the tokenizer of the model. If there is none, shut down the core and raise ModelLoadError."""
     if config.model.skip_tokenizer_init:
         return NoTokenizer()
     try:

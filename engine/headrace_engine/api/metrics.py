@@ -36,7 +36,7 @@ class Gauge(Metric):
 
 @dataclass(slots=True)
 class Vector(Metric):
-    """One counter for each position."""
+    """One counter for each position in a draft."""
 
     values: list[int]
 
@@ -74,7 +74,7 @@ class EngineMetrics:
     """Accumulates the statistics of all steps.
 
     Args:
-        reported: the fields of `StepStats` that the engine reports. Metrics of others are omitted.
+        reported: the fields of `StepStats` that the engine reports. Metrics of other fields are omitted.
     """
 
     def __init__(self, model: str, reported: Collection[str]) -> None:
@@ -114,7 +114,7 @@ class EngineMetrics:
         """Return all metrics.
 
         Args:
-            idle: whether no request is left. The levels of the last step are from before its requests finished.
+            idle: whether no request is left. Then gauges are 0. The last step counted requests that it finished.
         """
         last = StepStats() if idle else self._last
         used = last.kv_blocks_used / last.kv_blocks_total if last.kv_blocks_total else 0.0

@@ -9,7 +9,7 @@ from headrace_engine.requests.sampling_params import RequestOutputKind
 class OutputCollector:
     """Merges outputs until the reader takes them, so that a slow reader needs no more memory than its output.
 
-    Deltas are joined. Of cumulative outputs, the last one of each choice is kept. All methods belong to one event loop.
+    Deltas are joined. A cumulative output of a choice replaces the one before. Call all methods in one event loop.
     """
 
     def __init__(self, output_kind: RequestOutputKind) -> None:
@@ -21,7 +21,7 @@ class OutputCollector:
         self._ready = asyncio.Event()
 
     def put(self, output: RequestOutput) -> None:
-        """Add an output, which now belongs to the collector."""
+        """Add an output. The collector may change it."""
         if self._pending is None:
             self._pending = output
             self._texts = {completion.index: [completion.text] for completion in output.outputs}

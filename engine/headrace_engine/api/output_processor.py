@@ -22,12 +22,12 @@ from headrace_engine.text.tokenizer import ModelTokenizer
 
 @dataclass(slots=True)
 class _Choice:
-    """What the next output shows. Deltas that were shown are not kept: they belong to the reader."""
+    """The state of one choice. It keeps what the next output shows: not the deltas that the reader has already."""
 
     index: int
     detokenizer: Detokenizer
     token_ids: list[int]
-    """Tokens that are not shown yet. All tokens if outputs are not deltas; the same for `logprobs`."""
+    """With deltas, the tokens that no output has shown yet, otherwise all tokens. `logprobs` has an entry for each."""
     is_begun: bool
     """Whether tokens were shown, perhaps by an earlier attempt."""
     logprob_texts: LogprobTexts | None = None
@@ -42,11 +42,11 @@ class _Choice:
 
     @property
     def is_at_an_end(self) -> bool:
-        """Whether the new tokens are the first or the last ones to be shown."""
+        """Whether the new tokens are the first or the last ones of the choice."""
         return self.finish_reason is not None or not self.is_begun
 
     def is_due(self, params: SamplingParams) -> bool:
-        """Whether to show the new tokens: the first and the last at once, others at the stream interval."""
+        """Whether to show the new tokens now: the first and the last at once, the others in groups."""
         if params.output_kind is RequestOutputKind.FINAL_ONLY:
             return self.finish_reason is not None
         interval = params.stream_interval
@@ -78,7 +78,7 @@ class ProcessedOutputs:
     request_outputs: list[RequestOutput]
     """At most one output for each request."""
     finished_choice_ids: list[str]
-    """Choices that a stop string has ended. The caller must abort them in the core."""
+    """The choices that ended at a stop string. The caller must abort them in the core."""
 
 
 class OutputProcessor:
@@ -96,7 +96,7 @@ class OutputProcessor:
         return request_id in self._requests
 
     def add_request(self, request: ProcessedRequest, ended: Collection[int] = ()) -> None:
-        """Start to process a request. Resumed choices continue behind their `output_token_ids`.
+        """Start to process a request. Resumed choices continue after their `output_token_ids`.
 
         Args:
             ended: indices of the choices that an earlier attempt has ended. They get no outputs.
@@ -134,7 +134,7 @@ class OutputProcessor:
 
     @property
     def holds_back(self) -> bool:
-        """Whether an output waits for a `process` that shows it."""
+        """Whether an output is held back until a later call of `process`."""
         return bool(self._held_back)
 
     def process(
@@ -143,8 +143,8 @@ class OutputProcessor:
         """Convert the outputs of one step. Unknown choices are ignored.
 
         Args:
-            hold_back: show only the first and the last tokens of a choice. The next call without it shows the rest,
-                whether or not it has outputs of these choices.
+            hold_back: show only the first and the last tokens of a choice. The next call without it shows the tokens
+                held back, even if that call has no outputs of the choice.
             stats: the statistics of the step.
         """
         now = time.monotonic()

@@ -64,7 +64,7 @@ class RequestChecks:
 
         Raises:
             LoRAError: the engine serves no adapters.
-            InvalidRequestError: it does not support priorities or salts.
+            InvalidRequestError: the engine does not support priorities or salts.
         """
         can = self._capabilities
         if lora_request is not None and not can.lora:

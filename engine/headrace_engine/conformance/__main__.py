@@ -83,7 +83,7 @@ def _summary(engine: str, verdicts: list[Verdict]) -> list[str]:
 
 
 def _say(text: str, *, to_people: bool = False) -> None:
-    """Write to standard output, or to standard error if the former is for JSON."""
+    """Write to standard output, or to standard error if standard output is for JSON (`to_people`)."""
     (sys.stderr if to_people else sys.stdout).write(text + "\n")
     (sys.stderr if to_people else sys.stdout).flush()
 

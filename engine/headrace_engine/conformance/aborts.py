@@ -6,7 +6,7 @@ from headrace_engine.conformance.driver import EngineUnderTest, expect_same
 
 @case()
 def a_running_request_stops(engine: EngineUnderTest) -> None:
-    """After an answer to a message that followed an abort, the aborted request has no output."""
+    """Once the engine has answered a message that was sent after an abort, the aborted request has no more output."""
     requests = [engine.request(engine.prompt(9, 1), max_tokens=120), engine.request(max_tokens=None)]
     with engine.while_running(lambda: [engine.again(request) for request in requests]) as (mate, victim):
         engine.abort(victim)

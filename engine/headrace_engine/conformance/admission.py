@@ -1,4 +1,4 @@
-"""How requests are admitted: many at once, in order, by priority."""
+"""Admission: many requests at once, the order of arrival, priorities, choices of one prompt, salts."""
 
 from headrace_engine.conformance.case import DRAWS, Stage, case, expect, feature
 from headrace_engine.conformance.driver import EngineUnderTest, expect_same

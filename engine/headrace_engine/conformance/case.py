@@ -1,6 +1,6 @@
 """A case: one behaviour that every engine must have, and the claims that it depends on.
 
-Each function of a module of cases is decorated with `@case(...)`. Its docstring is the sentence in the table.
+Each function in a module of cases has the decorator `@case(...)`. The table of results shows its docstring.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class Stage(IntEnum):
     """No engine: the case gets the `Launcher` and starts the engines that it needs."""
 
 
-class Broken(Exception):  # noqa: N818  # an engine breaks its promise
+class Broken(Exception):  # noqa: N818  # named for the engine, which breaks a promise
     """The engine does not behave as required."""
 
 
@@ -76,7 +76,7 @@ def case(
 def case_for_each(
     values: Sequence[V], needs: Callable[[V], Sequence[NeededCapability]], *, stage: Stage = Stage.PLAIN
 ) -> Callable[[Callable[[Any, V], None]], Callable[[Any, V], None]]:
-    """Register a function as one case for each value. `{}` in its sentence is replaced by the value."""
+    """Register a function as one case for each value. The value replaces `{}` in its docstring."""
 
     def register(check: Callable[[Any, V], None]) -> Callable[[Any, V], None]:
         for value in values:

@@ -22,7 +22,7 @@ from headrace_engine.text.tokenizer import ModelTokenizer
 from headrace_engine.text.tokenizer_factory import create_tokenizer
 from headrace_engine.text.tokenizer_parts import TokenizerParts
 
-# How long a late step may take to arrive.
+# How long to wait for a further step, which may report freed blocks.
 _LAST_STEP_SECONDS = 5.0
 _TRIES = 20
 TEXT = (
@@ -45,7 +45,7 @@ class Answer:
     prompt_logprobs: list[TokenLogprobs] | None = None
     num_cached_tokens: int = 0
     first_step: int = 0
-    """Index of the step of its first token since the last `settle`."""
+    """Index of the step with its first token, counted from the last `settle`."""
     finish: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -85,7 +85,7 @@ class EngineUnderTest:
         self.steps: list[StepStats] = []
         """The statistics of the steps since the last `settle`."""
         self.references: list[Answer] = []
-        """The answers of the plain engine to the requests that the tight one gets."""
+        """The plain engine's answers to the requests that the tight engine gets."""
         try:
             self.info = self.core.wait_ready(start_patience)
             self.capabilities = self.core.capabilities
@@ -129,7 +129,7 @@ class EngineUnderTest:
         )
 
     def again(self, request: EngineCoreRequest, emitted: Sequence[int] = (), **changes: Any) -> EngineCoreRequest:
-        """Return the same request with a new id, and with the tokens that an earlier attempt has emitted."""
+        """Return the request with a new id and with `emitted`, the tokens of an earlier attempt."""
         number = next(self._numbers)
         return replace(
             request,
@@ -161,8 +161,8 @@ class EngineUnderTest:
     def while_running(self, make: Callable[[], list[EngineCoreRequest]]) -> Iterator[list[Answer]]:
         """Stop the engine when requests run and have at least half of their tokens left.
 
-        So everything sent in the block arrives before they end. If they end before the engine is stopped, they are
-        created again.
+        So everything sent in the block arrives before these requests end. If they end before the engine is stopped,
+        they are created again.
         """
         for _ in range(_TRIES):
             answers = [self.send(request) for request in make()]
@@ -188,7 +188,7 @@ class EngineUnderTest:
         self.core.abort_requests([answer.id for answer in answers])
 
     def finish(self, *answers: Answer) -> list[Answer]:
-        """Wait until all of them have ended."""
+        """Wait until all these requests have ended."""
         self.wait_until(
             lambda: all(answer.finish is not None for answer in answers),
             lambda: f"{sum(answer.finish is None for answer in answers)} of {len(answers)} requests have not ended",
@@ -196,7 +196,7 @@ class EngineUnderTest:
         return list(answers)
 
     def await_first_tokens(self, *answers: Answer) -> None:
-        """Wait until all of them run."""
+        """Wait until all these requests have a token."""
         self.wait_until(
             lambda: all(answer.tokens for answer in answers),
             lambda: f"{sum(not answer.tokens for answer in answers)} of {len(answers)} requests have no first token",
@@ -207,7 +207,7 @@ class EngineUnderTest:
         return self.finish(*[self.send(request) for request in requests])
 
     def run_at_once(self, *requests: EngineCoreRequest) -> list[Answer]:
-        """Send requests, none of which may end before the last one has arrived, and wait until they have ended."""
+        """Send requests so that all arrive before one of them can end. Wait until all have ended."""
         with self.stopped():
             answers = [self.send(request) for request in requests]
         return self.finish(*answers)
@@ -244,7 +244,7 @@ class EngineUnderTest:
         self.run_one(self.request(self.prompt(3), max_tokens=1))
 
     def await_no_problem(self, problem: Callable[[], str | None]) -> None:
-        """Wait until the statistics have no problem any more. A later step may report freed blocks.
+        """Take steps until `problem` finds none in the statistics: only a later step may report freed blocks.
 
         Raises:
             Broken: there are no more steps, and the problem persists.

@@ -95,7 +95,7 @@ def looping(engine: EngineUnderTest) -> EngineCoreRequest:
 
 
 def last_new_token(answer: Answer) -> tuple[int, int]:
-    """Return the last position, except 0, whose token does not occur before it, and that token."""
+    """Return the last position, except 0, with a token that does not occur earlier. Return the token too."""
     tokens = answer.tokens
     places = [place for place in range(1, len(tokens) - 1) if tokens[place] not in tokens[:place]]
     if not places:

@@ -117,7 +117,7 @@ def a_wrong_option_keeps_it_from_starting(launcher: Launcher, name: str) -> None
     """{}: a wrong value raises a ConfigError that names it. A wrong model may raise a ModelLoadError."""
     value = next(iter(_WRONG_OPTIONS[name].values()))
     words = next(iter(value)) if isinstance(value, dict) else str(value)
-    logging.disable(logging.CRITICAL)  # what the engine logs of it is expected
+    logging.disable(logging.CRITICAL)  # the engine may log the error that is expected
     try:
         launcher.start(**_WRONG_OPTIONS[name]).close()
     except (ConfigError, ModelLoadError) as error:

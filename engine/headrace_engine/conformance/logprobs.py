@@ -46,7 +46,7 @@ def values_are_the_models_own(engine: EngineUnderTest) -> None:
 
 @case()
 def a_neighbour_that_wants_some_changes_nothing(engine: EngineUnderTest) -> None:
-    """Requests of one batch get as many log-probabilities as each asked for."""
+    """Each request of a batch gets as many log-probabilities as it asked for."""
     answers = engine.run(*[engine.request(engine.prompt(9, i), logprobs=count) for i, count in enumerate((1, 7, 3))])
     for answer, count in zip(answers, (1, 7, 3), strict=True):
         for entry in answer.logprobs:
@@ -83,7 +83,7 @@ def those_of_prompt_and_output_agree(engine: EngineUnderTest) -> None:
 
 
 def check_entry(entry: TokenLogprobs, count: int) -> None:
-    """One position: ranks are right, values fall with them, and there are as many as wanted beside the drawn token."""
+    """Check one position: the ranks, the order of the values, and that `count` most likely tokens are reported."""
     drawn, others = entry[0], entry[1:]
     expect(all(value <= 1e-6 for _, value, _ in entry), "a log-probability is above 0")
     ids = [token for token, _, _ in entry]
@@ -97,7 +97,7 @@ def check_entry(entry: TokenLogprobs, count: int) -> None:
 
 
 def values(found: TokenLogprobs, expected: TokenLogprobs) -> bool:
-    """Whether tokens that stand in both entries have the same value, the drawn one among them or the first ranks."""
+    """Whether the tokens in both entries have the same values. At most one token may be in one entry only."""
     known = {token: value for token, value, _ in expected}
     shared = [(value, known[token]) for token, value, _ in found if token in known]
     return len(shared) >= min(len(found), len(expected)) - 1 and all(abs(a - b) <= VALUES_AGREE for a, b in shared)

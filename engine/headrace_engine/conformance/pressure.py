@@ -22,7 +22,10 @@ MAX_NUM_SEQS = 4
 
 
 def long_requests(engine: EngineUnderTest) -> list[EngineCoreRequest]:
-    """Requests whose prompts take several steps and which outgrow the KV blocks together; all greedy ones first."""
+    """Return requests whose prompts take several steps, and that together need more KV blocks than there are.
+
+    The greedy requests come first.
+    """
     most = engine.info.max_model_len
     params: list[dict[str, Any]] = [
         {},
@@ -101,7 +104,7 @@ def _references(engine: EngineUnderTest, *, greedy: bool) -> list[Answer]:
 
 
 def _run_again(engine: EngineUnderTest, wholes: list[Answer], cuts: list[int]) -> list[Answer]:
-    """Resume requests behind so many of their tokens, beside all others."""
+    """Resume each request of `wholes` after its number of tokens in `cuts`, beside all other requests."""
     fillers = [engine.send(engine.again(a.request)) for a in engine.references if a not in wholes]
     pairs = zip(wholes, cuts, strict=True)
     answers = engine.run(*[engine.again(whole.request, whole.tokens[:cut]) for whole, cut in pairs])

@@ -40,7 +40,7 @@ _LIMITS: dict[str, Callable[[EngineUnderTest, int], EngineCoreRequest]] = {
     "max_bad_words": lambda e, count: e.request(bad_words=[[1, token] for token in _tokens(e, count)]),
     "max_bad_words_tokens": lambda e, count: e.request(bad_words=[e.prompt(count)]),
 }
-"""By limit: a request with so many of what is limited."""
+"""Name of a limit -> function that makes a request with a count of the limited entries."""
 
 
 @case()
@@ -92,7 +92,7 @@ def an_unclaimed_form_is_refused(engine: EngineUnderTest, kind: str) -> None:
 
 @case_for_each(tuple(_LIMITS), lambda _: ())
 def more_than_the_limit_is_refused(engine: EngineUnderTest, name: str) -> None:
-    """{}: as many as the engine claims are served. One more is refused."""
+    """{}: a request at the claimed limit is served. A request above it is refused."""
     most = getattr(engine.capabilities, name)
     if most is None:
         raise DoesNotApply(f"{name} is None: no limit")

@@ -20,7 +20,7 @@ def a_cut_request_goes_on_as_if_it_were_whole(engine: EngineUnderTest, variant: 
     expect(whole.error is None, f"the whole request ended with an error: {whole.error}")
     cuts = cuts_of(whole, variant)
     resumed = [engine.send(engine.again(whole.request, whole.tokens[:cut])) for cut in cuts]
-    if engine.capabilities.cache_salt:  # computed again; the others may use cached KV blocks
+    if engine.capabilities.cache_salt:  # with another salt no KV block is in the cache
         resumed.append(engine.send(engine.again(whole.request, whole.tokens[: cuts[-1]], cache_salt="another")))
         cuts.append(cuts[-1])
     engine.finish(*resumed)
@@ -31,7 +31,7 @@ def a_cut_request_goes_on_as_if_it_were_whole(engine: EngineUnderTest, variant: 
 
 @case(GREEDY_RESUME)
 def emitted_tokens_are_not_sent_again(engine: EngineUnderTest) -> None:
-    """The first output of a resumed request has the token after the emitted ones, and none of these."""
+    """The first output of a resumed request has the token after the emitted ones, and no emitted token."""
     whole = engine.run_one(engine.request(presence_penalty=1.0))
     answer = engine.send(engine.again(whole.request, whole.tokens[:10]))
     engine.await_first_tokens(answer)
@@ -42,7 +42,7 @@ def emitted_tokens_are_not_sent_again(engine: EngineUnderTest) -> None:
 
 @case()
 def an_attempt_that_had_ended_is_answered_at_once(engine: EngineUnderTest) -> None:
-    """If the emitted tokens are complete, by max_tokens, stop or end token, only the end comes, with its reason."""
+    """If the emitted tokens end by max_tokens, a stop or an end token, the answer is only the finish reason."""
     plain = engine.run_one(engine.request())
     requests = []
     with contextlib.suppress(DoesNotApply):

@@ -1,4 +1,4 @@
-"""What sampling parameters do to the tokens: greedy requests are computed by hand from their log-probabilities."""
+"""Effects of sampling parameters on tokens. For greedy requests they are computed from the log-probabilities."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +67,7 @@ def one_candidate_is_greedy(engine: EngineUnderTest, name: str) -> None:
 
 @case()
 def presence_penalty_counts_each_token_once(engine: EngineUnderTest) -> None:
-    """presence_penalty lowers the logit of each token of the output, once however often it stands there."""
+    """presence_penalty lowers the logit of each token of the output once, however often the token occurs."""
     answer = engine.run_one(engine.request(presence_penalty=1.5, logprobs=20, max_tokens=40))
     _expect_greedy_by_hand(answer, lambda output, token: -1.5 * (token in output))
 
@@ -140,9 +140,9 @@ def bad_words_are_not_completed(engine: EngineUnderTest) -> None:
 
 
 def _expect_greedy_by_hand(answer: Answer, change: Callable[[list[int], int], float]) -> None:
-    """Every token is the best of the candidates, whose raw log-probabilities are changed as the parameters say.
+    """Expect that every token is the best candidate after `change` is added to the raw log-probabilities.
 
-    A candidate below those that were returned cannot be judged: then nothing is asked of the token.
+    A token is not judged if a candidate that was not returned might be better.
     """
     judged = 0
     for place, (token, candidates) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):

@@ -14,7 +14,7 @@ _FIELDS = (*(field.name for field in fields(StepStats) if field.name != "preempt
 
 @case_for_each(_FIELDS, lambda name: [stat(name)])
 def a_claimed_field_moves(engine: EngineUnderTest, name: str) -> None:
-    """{}: the field changes with the work, and a gauge is 0 again at its end."""
+    """{}: the field changes with the work. A gauge is 0 again at the end of the work."""
     if name in _NEED_OPTIONS:
         raise DoesNotApply(f"needs {_NEED_OPTIONS[name]}")
     most = engine.config.scheduler.max_num_seqs
@@ -44,7 +44,7 @@ def aborted_requests_give_everything_back(engine: EngineUnderTest) -> None:
 
 @case(stat("prefix_hit_tokens"))
 def cached_tokens_are_told_with_the_answer(engine: EngineUnderTest) -> None:
-    """A prompt that was computed before finds cached tokens, fewer than it has, and their number is reported."""
+    """A prompt that was computed before finds some of its tokens in the cache, and their number is reported."""
     prompt = engine.prompt(engine.info.max_model_len - 8, 2)
     first = engine.run_one(engine.request(prompt, max_tokens=2))
     second = engine.run_one(engine.request(prompt, max_tokens=2))
@@ -90,7 +90,7 @@ def _not_negative(name: str) -> Callable[[EngineUnderTest, list[Answer]], str | 
 
 
 def _computed_tokens(answers: list[Answer]) -> int:
-    """Return the number of tokens that no cache can save: all output tokens but the last of each request."""
+    """Return the number of tokens that must be computed: all output tokens except the last one of each request."""
     return sum(len(answer.tokens) - 1 for answer in answers)
 
 

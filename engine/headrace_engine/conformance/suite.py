@@ -88,7 +88,8 @@ class Suite:
 
         Raises:
             ConfigError, ModelLoadError, EngineDeadError, TimeoutError: the engine does not start with the plain
-            options. Broken: it starts, but fails in what every case needs.
+            options.
+            Broken: the engine starts, but fails in something that every case needs.
         """
         try:
             self._start_plain()
@@ -118,7 +119,7 @@ class Suite:
         return engine
 
     def _make_references(self, engine: EngineUnderTest) -> None:
-        """Compute the answers without limits of KV blocks and tokens, and the KV blocks of the longest request."""
+        """Compute the answers that the tight engine must give, and the number of KV blocks of the longest request."""
         self._references = engine.run(*pressure.long_requests(engine))
         engine.settle()
         # It must run for several steps: if it ended in its first step, its blocks might be reported as free again.
@@ -159,7 +160,7 @@ class Suite:
         if stage is not Stage.TIGHT:
             return self.capabilities
         if self._tight_claims is None and self._tight_problem is None:
-            with contextlib.suppress(Broken):  # each case of the stage fails with it
+            with contextlib.suppress(Broken):  # each case of the stage will fail with this error
                 self._start_tight()
         return self._tight_claims or self.capabilities
 

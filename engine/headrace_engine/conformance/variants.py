@@ -26,7 +26,7 @@ class Variant:
     """A kind of request.
 
     Args:
-        cuts: places behind which it is resumed, beside the usual ones.
+        cuts: numbers of tokens after which the request is resumed, besides the usual ones.
     """
 
     name: str

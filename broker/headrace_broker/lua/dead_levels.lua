@@ -1,8 +1,8 @@
--- Counts dead letters by list and reason. Writes nothing. A letter contains its message, which may be large, so one call
--- reads a limited number of them and does not block the server.
+-- Counts dead letters by list and reason. Writes nothing. A letter contains its message, which may be large, so one
+-- call reads a limited number of them and does not block the server.
 -- ARGV: num_counted
--- num_counted: how many letters, the newest ones, earlier calls have counted.
--- Returns {that number after this call, bytes that this call read, {list, reason, count, ...}}.
+-- num_counted: how many of the newest letters earlier calls have counted.
+-- Returns {num_counted for the next call, bytes that this call read, {list, reason, count, ...}}.
 local MOST_LETTERS, MOST_BYTES = 100, 1024 * 1024
 
 local counts, bytes, at = {}, 0, tonumber(num_counted)

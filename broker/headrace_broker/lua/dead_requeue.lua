@@ -1,9 +1,9 @@
 -- Returns one dead letter to its queue, and deletes the keys of its first run.
 -- KEYS: LIST, STREAM, ENDED, RESULT, ENGINE_LOSSES, LISTENER
 -- ARGV: letter, body, request, content
--- letter: as stored. content: the digest of the message's content.
--- Result: 1, or 0 if nothing was done: the letter is no longer stored, its message waits or is leased, or its request id or
--- its stream is another message's, which must not be deleted.
+-- letter: as stored. request: its request id or ''. content: the digest of the message's content.
+-- Result: 1, or 0 if nothing was done. That is so if the letter is no longer stored, if its message waits or is leased,
+-- or if its request id or its stream belongs to another message: that stream must not be deleted.
 local list = redis.call('TYPE', LIST).ok
 if list ~= 'list' and list ~= 'none' then
   return {err = string.format('WRONGTYPE the list %s holds a %s: restore or delete it', (string.gsub(LIST, '%c+', ' ')), list)}

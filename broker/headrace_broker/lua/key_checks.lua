@@ -1,7 +1,7 @@
 -- Finds keys of the wrong type before a script writes. Redis does not undo the writes of a script that fails midway. A
--- key that does not exist is valid. Each key is checked once a call. Missing rights are found by the check that the line
--- `RIGHTS` of a script asks for. For other reasons (no memory, a replica, a full disk) Redis refuses the first write of a
--- script, and never a later one.
+-- key that does not exist is valid. Each key is checked once per call. A script with a line `RIGHTS` also checks the
+-- user's rights (`scripts.py`). For other reasons (no memory, a replica, a full disk) Redis refuses the first write of
+-- a script, and never a later one.
 
 local kinds = {}
 

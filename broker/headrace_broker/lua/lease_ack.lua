@@ -1,6 +1,7 @@
 -- Acknowledges one message.
 -- ARGV: owner, id, tokens
--- tokens: its cost, or '' if unknown. Returns 1, or 0 if the owner has lost the lease.
+-- id: of the lease. tokens: what the message cost, in tokens of prompt and output; '' if unknown.
+-- Returns 1, or 0 if the owner has lost the lease.
 tokens = tonumber(tokens)
 if not owned_list(id, owner) then return 0 end
 local record = record_of(id)

@@ -1,6 +1,6 @@
 -- Binds a request id that the scripts could not read to the owner's message.
 -- ARGV: owner, id, request
--- Returns 1, or 0 if the request id is another message's or the owner has lost the lease.
+-- id: of the lease. Returns 1, or 0 if the request id is bound to another message or the owner has lost the lease.
 if not owned_list(id, owner) then return 0 end
 local holder = holder_of(request)
 if holder then return holder == id and 1 or 0 end

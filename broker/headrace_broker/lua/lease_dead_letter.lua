@@ -1,13 +1,14 @@
 -- Moves one message to the dead letters.
 -- ARGV: owner, id, reason
--- Returns {list, body, deliveries, the request id that was bound to it or ''}, or nothing if the owner has lost the
--- lease.
+-- id: of the lease. Returns nothing if the owner has lost the lease, else {list where the message arrived, body, number
+-- of deliveries, request id that was bound to the message or ''}.
 local list = owned_list(id, owner)
 if not list then return false end
 local body = redis.call('HGET', LEASE_BODIES, id)
 local deliveries = number_in(redis.call('HGET', LEASE_DELIVERIES, id), 0)
 local record = record_of(id)
--- A server out of memory refuses a script whose first write may need more, so the first one removes nothing.
+-- A server out of memory refuses a script whose first write may need memory, so the first write is a removal of
+-- nothing.
 redis.call('ZREM', LEASES, '')
 dead_letter(body, list, deliveries, reason)
 forget(id)

@@ -1,30 +1,39 @@
--- Sorts new messages, then takes messages in fair order and leases them, in one atomic script, so that each message is
--- always either in the queue or leased.
+-- Sorts new messages, then leases messages in fair order. To sort a message is to move it from the list to which its
+-- producer pushed it to the sorted sets of that list and of its tenant. An unsorted message is still in its list. One
+-- atomic script does all this, so that each message is always either in the queue or leased.
 -- KEYS: LIST[]
 -- ARGV: count, owner, lease_seconds, delivery_limit, packed_policy, mode, num_lists, num_split
--- LIST: in the order in which they are served. packed_policy: msgpack map of weights, ageing_seconds, quota and, with
--- affinity, the recent prefixes of this worker. mode: 'sort' to sort first, 'sort only' to lease nothing. num_lists: take
--- only messages that arrived in that many of the first lists, not those that aged into them; '' for all lists.
--- count: slots, one for each choice. A message with more choices than slots are left is taken only if it arrived in one of
--- the first num_split lists, and is then the last one; '' for all lists.
--- Returns {leased, dead, number of unsorted messages, the problem that blocks sorting or taking messages or ''}.
--- leased: {{id, list, body, deliveries, the quota if the message exceeds it or 0, the request id bound to it or '',
--- microseconds that it has waited or '', the list where it waited, how often it was preempted, its choices}, ...}.
--- dead: {{list, body, deliveries, reason, the request id that was bound to it or ''}, ...}. With 'sort', while any message
--- is unsorted, only those over their tenant's quota are leased. These come in addition to `count`.
+-- LIST: the lists of the queues, in the order in which they are served. count: number of free slots. Each choice of a
+-- message takes one.
+-- packed_policy: msgpack map of weights (by tenant), ageing_seconds, quota and, with affinity, prefixes: those of this
+-- worker's recent messages.
+-- mode: 'sort' to sort first, 'sort only' (with count 0) to lease nothing, '' to lease without sorting.
+-- num_lists: only messages that arrived in one of the first num_lists lists are leased, and none that aged into them;
+-- '' for all lists.
+-- num_split: a message with more choices than slots are left is leased only if it arrived in one of the first num_split
+-- lists. It is then the last one. '' for all lists.
+-- Returns {leased, dead, number of unsorted messages, the problem that blocks sorting or leasing or ''}.
+-- leased: for each message {lease id, list where it arrived, body, number of deliveries, its tenant's quota if the
+-- message exceeds it or 0, request id bound to it or '', microseconds that it has waited or '', list where it waited
+-- last, number of preemptions, number of choices}.
+-- dead: for each new dead letter {list, body, number of deliveries, reason, request id that was bound to it or ''}.
+-- With 'sort', messages over their tenant's quota are leased when they are sorted, in addition to `count`. Others are
+-- leased only if no message is left unsorted.
 local wanted, seconds, limit = tonumber(count), tonumber(lease_seconds), tonumber(delivery_limit)
 local policy, is_to_sort = cmsgpack.unpack(packed_policy), mode ~= ''
 local lists_taken_from, lists_split = tonumber(num_lists), tonumber(num_split)
--- With num_lists: how many messages are read, in all and for each tenant, to find those that arrived in these lists.
+-- With num_lists: the most messages that are read, in all and of each tenant, to find those that arrived in these
+-- lists.
 local reads_left, READS_OF_TENANT = 400, 32
--- These limits keep the script short, however many messages are new.
+-- These limits bound the run time of the script, however many messages are new.
 local sorts_left, bytes_left = 100, 1024 * 1024
 local ages_left = 100
 local STALE_CHECKED = 10
 local reply_bytes_left = 1024 * 1024
 -- The largest request that a worker accepts takes less than 8 MiB. Larger messages never reach a worker.
 local LONGEST_MESSAGE, BYTES_KEPT, ESCAPES_PASSED = 8 * 1024 * 1024, 4096, 100000
--- Prefix affinity chooses among this many messages of the next tenant, and skips the same message this often at most.
+-- Prefix affinity chooses among the first CANDIDATES messages of the next tenant. It skips a message MOST_SKIPS times
+-- at most.
 local CANDIDATES, MOST_SKIPS = 16, 8
 
 local time = redis.call('TIME')
@@ -32,13 +41,15 @@ local microseconds = time[1] * 1000000 + time[2]
 local leased, dead, num_refused = {}, {}, 0
 local problem = ''
 
--- Notes the problem, if there is one. Returns whether there is: the script then must not touch the messages it blocks.
+-- Records a problem for the reply, unless it is nil. Returns whether there is one. The caller then leaves alone the
+-- messages that it blocks.
 local function has_problem(found)
   problem = found or problem
   return found ~= nil
 end
 
--- Returns the microseconds, by this server's clock alone, since a message was first sorted or became due; '' if unknown.
+-- Returns the microseconds, by this server's clock alone, since a message was first sorted or became due; '' if
+-- unknown.
 local function waited(record)
   local since = record.sorted and math.max(record.sorted, record.due or 0)
   return since and string.format('%.0f', math.max(0, microseconds - since)) or ''
@@ -56,8 +67,9 @@ local function give_up(body, list, deliveries, reason, request)
   dead[#dead + 1] = {list, body, deliveries, reason, request or ''}
 end
 
--- Returns what is kept of a message that is too large, and its request id. The headers are kept, so that the request can be
--- ended; most producers write them after the body, some before it. If they cannot be read, the beginning is kept.
+-- Returns the part of a too large message that its dead letter keeps, and its request id. To end the request needs the
+-- id, so the headers are kept, or only the id if they are long. Most producers write the headers after the body, some
+-- before it. If they cannot be read, the beginning of the message is kept.
 local function shortened(body)
   local tail = string.sub(body, -LONGEST_HEADERS)
   tail = string.sub(tail, string.find(tail, '"headers":', 1, true) or #tail + 1)
@@ -65,7 +77,7 @@ local function shortened(body)
   if not headers then
     local head = string.sub(body, 1, LONGEST_HEADERS)
     local at = string.find(head, '"headers":', 1, true)
-    tail = at and string.match(head, '^"headers":%s*%b{}', at) -- anchored there, so that it takes one pass
+    tail = at and string.match(head, '^"headers":%s*%b{}', at) -- anchored, so that it takes one pass
     tail = tail and tail .. '}'
     headers = tail and headers_in(tail)
   end
@@ -110,9 +122,10 @@ local function is_readable(message)
   return encoding == cjson.null or encoding == 'utf-8' or encoding == 'base64' and is_base64(envelope.body)
 end
 
--- Rejects a second message with a request id. One with the same content is dropped: its client could not know whether the
--- first had arrived. One with other content becomes a dead letter. Returns false if the first cannot be read; its id is
--- then free.
+-- Rejects a message whose request id is bound to an earlier one, with the lease id `first`. If their content is the
+-- same, the message is dropped: its client sent it again because it could not know whether the first had arrived.
+-- Otherwise it becomes a dead letter. If the first message cannot be read, its request id becomes free, and the result
+-- is false.
 local function reject_duplicate(body, list, tenant, first)
   local known = redis.call('HGET', LEASE_BODIES, first)
   bytes_left = bytes_left - #known
@@ -130,7 +143,8 @@ local function reject_duplicate(body, list, tenant, first)
   return true
 end
 
--- Counts one more delivery and leases the message. If there were too many, makes it a dead letter and returns false.
+-- Leases the message and returns its number of deliveries, this one included. If that exceeds the limit, makes the
+-- message a dead letter and returns false.
 local function deliver(id, record, body)
   local deliveries = count_delivery(id)
   if deliveries <= limit then
@@ -143,7 +157,7 @@ local function deliver(id, record, body)
   return false
 end
 
--- Leases a message over its tenant's quota to this worker, which refuses it.
+-- Leases a message that exceeds its tenant's quota to this worker, which refuses the request.
 local function refuse(id, record, body)
   record.refused = true
   keep(id, record)
@@ -179,7 +193,7 @@ local function sort(list)
       since = since and since + 1
         or math.max(microseconds, number_in(redis.call('ZREVRANGE', sorted_ids_key(list), 0, 0, 'WITHSCORES')[2], 0) + 1)
       local queued = tonumber(redis.call('ZSCORE', waiting, tenant))
-      -- counted under its own name, even if its message has to wait as one of the tenant ''
+      -- the quota counts the messages of this tenant, even if this one has to wait as a message of the tenant ''
       local is_over = policy.quota > 0
         and (queued or 0) + (redis.call('ZSCORE', delayed, tenant) or 0) >= policy.quota
       if not queued and redis.call('ZCARD', waiting) >= MOST_TENANTS then tenant = '' end
@@ -203,8 +217,9 @@ local function sort(list)
   end
 end
 
--- Removes ended leases from the sets of a list: keys were deleted by hand, or a worker of an earlier version, which does not
--- maintain these sets, ended them. A message that is then neither leased nor waiting is returned.
+-- Removes ended leases from the list's sets of held and of delayed leases. They are still there if keys were deleted by
+-- hand, or if a worker of an earlier version, which does not maintain these sets, ended them. A message that is neither
+-- leased nor waiting returns to the queue.
 local function drop_stale(list)
   for _, leases in ipairs({held_key(list), delayed_key(list)}) do
     local expired = kind_of(leases) ~= 'none'
@@ -232,7 +247,8 @@ local function record_at(list, id)
   return record
 end
 
--- Moves the messages that have waited for ageing_seconds to the next better priority. Returns whether there were any.
+-- Moves the messages that have waited in the list for ageing_seconds to the list of the next higher priority. Returns
+-- whether there were any.
 local function age(list, better)
   if has_problem(problem_of_list(better)) then return false end
   local ageing = policy.ageing_seconds * 1000000
@@ -259,7 +275,7 @@ local function is_held(record)
   return record ~= nil and record.prefix ~= nil and held_prefixes[record.prefix] ~= nil
 end
 
--- Returns the tenant's next message: its id, its record, and the id of the message that it skips, if any.
+-- Returns the tenant's next message: its id, its record, and the id of the earlier message that affinity skips, if any.
 local function choose(list, tenant)
   local ids = redis.call('ZRANGE', tenant_ids_key(list, tenant), 0, held_prefixes and CANDIDATES - 1 or 0)
   local id = ids[1]
@@ -289,7 +305,8 @@ local function skip(list, id)
   keep(id, record)
 end
 
--- Returns whether it was leased.
+-- Leases a message and charges its expected cost to its tenant, whose service is `start` so far. Returns whether it was
+-- leased.
 local function take(id, record, start)
   local body = redis.call('HGET', LEASE_BODIES, id)
   undelay(id, record)
@@ -305,14 +322,15 @@ local function take(id, record, start)
   return true
 end
 
--- Sorts a list's messages again if its tenants are missing, because keys were deleted by hand.
+-- Returns sorted messages to their list if the set of its tenants is missing, because keys were deleted by hand. The
+-- next script sorts them again.
 local function recover(list)
   if redis.call('EXISTS', tenants_key(list)) == 1 then return end
   local ids = redis.call('ZRANGE', sorted_ids_key(list), 0, 99)
   for i = #ids, 1, -1 do unsort(ids[i], list) end
 end
 
--- Deletes the tenants' counts of a queue without sorted messages.
+-- Deletes the counts of waiting messages by tenant of a queue that has no sorted messages.
 local function recount(queue, queue_lists)
   if kind_of(waiting_key(queue)) == 'none' then return end
   for _, list in ipairs(queue_lists) do
@@ -346,20 +364,20 @@ if is_to_sort then
     end
   end
   for _, queue_lists in pairs(lists_of) do
-    for i = #queue_lists, 2, -1 do -- the worst priority first, so that an old message reaches the best one in one call
+    for i = #queue_lists, 2, -1 do -- the lowest priority first, so that one call can move an old message to the top
       local is_to_age = policy.ageing_seconds > 0 and ages_left > 0 and in_use[queue_lists[i]]
       if is_to_age and age(queue_lists[i], queue_lists[i - 1]) then in_use[queue_lists[i - 1]] = true end
     end
   end
 end
 
--- After sorting many bytes, the messages are taken by the next script, so that no script runs long.
+-- If this script has sorted many bytes, the next one leases the messages, so that no script runs long.
 if unsorted == 0 and bytes_left <= 0 and wanted > 0 then
   unsorted = 1
 elseif unsorted == 0 then
   local tries_left, slots_left = wanted + 100, wanted
   for _, list in ipairs(lists) do
-    local num_blocked = 0 -- tenants without a message to take now; they stay in their places, before all others
+    local num_blocked = 0 -- tenants at the front of the order without a message to take now; they keep their places
     if not is_taken_from[list] then break end
     while in_use[list] and slots_left > 0 and tries_left > 0 and reply_bytes_left > 0 do
       local least = redis.call('ZRANGE', tenants_key(list), num_blocked, num_blocked, 'WITHSCORES')

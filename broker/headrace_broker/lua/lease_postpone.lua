@@ -1,6 +1,8 @@
--- Delays one message. No worker holds it until it is due; its lease then expires, and the next reaper returns it to the queue.
+-- Delays one message. No worker holds it until it is due; its lease then expires, and the next reaper returns it to the
+-- queue.
 -- ARGV: owner, id, seconds, keeps_place
--- keeps_place: 1 to keep its place and age. Returns 1, or 0 if the owner has lost the lease.
+-- id: of the lease. seconds: the delay. keeps_place: 1 to keep its place in the queue and its age.
+-- Returns 1, or 0 if the owner has lost the lease.
 local list = owned_list(id, owner)
 if not list then return 0 end
 local record = record_of(id)

@@ -1,11 +1,11 @@
--- Shared by the lease scripts. A lease id is a hash of its message (`lease_id_of`), so a message keeps its id and its count
--- of deliveries in every queue and at every worker. Messages are stored and returned byte for byte.
+-- Shared by the lease scripts. A lease id is a hash of its message (`lease_id_of`), so a message keeps its id and its
+-- count of deliveries in every queue and at every worker. Messages are stored and returned byte for byte.
 -- RIGHTS: LEASES
 --
--- Redis does not undo the writes of a script that fails midway. So each script first checks rights and types. Should a
--- later write fail all the same, the message can still be found: its body is deleted after it is written elsewhere, it
--- leaves a list after its body is stored, and its lease ends last. The reaper returns messages to their queue that have a
--- record and that nothing else names.
+-- Redis does not undo the writes of a script that fails midway. So each script first checks rights and types. If a
+-- later write fails all the same, the message is not lost. A script stores the body before it removes the message from
+-- its list, deletes the body after it has written it elsewhere, and ends the lease last. A message may then have a
+-- record, but neither a lease nor a place in the queue. The reaper returns such messages to their queue.
 
 local DEAD_LETTERS_KEPT = 1000
 
@@ -28,7 +28,8 @@ local function list_of(meta)
   return at and at < #meta and string.sub(meta, at + 1) or nil
 end
 
--- Removes an id from a sorted set that only indexes it. A key of the wrong type cannot contain it and is left alone.
+-- Removes a lease id from a sorted set that is only an index. A key of another type cannot contain the id and is not
+-- changed.
 local function drop(key, id)
   return problem_of(key, 'zset') and 0 or redis.call('ZREM', key, id)
 end
@@ -39,7 +40,7 @@ local function owned_list(id, owner)
   if meta and string.sub(meta, 1, #owner + 1) == owner .. '|' then return string.sub(meta, #owner + 2) end
 end
 
--- Adds the lease to the held leases of its list.
+-- Adds the lease to its list's set of held leases, those of messages that a worker has.
 local function hold(list, expires, id)
   if not problem_of(held_key(list), 'zset') then redis.call('ZADD', held_key(list), expires, id) end
 end
@@ -82,7 +83,7 @@ local function is_record(record)
     and is_finite(record.taken or 0) and is_finite(record.choices or 1) and (record.choices or 1) >= 1
 end
 
--- Returns the record of a message, of this queue if one is given; nil if there is none or it is invalid.
+-- Returns the record of a message; nil if there is none, if it is invalid, or if it is not of the given queue.
 local function record_of(id, queue)
   local packed = redis.call('HGET', LEASE_RECORDS, id)
   if not packed then return nil end
@@ -117,7 +118,8 @@ local function count_delivery(id)
   return 1
 end
 
--- Subtracts one delivery: a shutdown, a preemption or the message's ETA ended it, which is no fault of the message.
+-- Subtracts one delivery, because a shutdown, a preemption or the message's ETA ended it: that is no fault of the
+-- message.
 local function uncount_delivery(id)
   local count = redis.pcall('HINCRBY', LEASE_DELIVERIES, id, -1)
   if type(count) ~= 'number' or count <= 0 then redis.call('HDEL', LEASE_DELIVERIES, id) end

@@ -1,4 +1,4 @@
--- Deletes sorted waiting messages.
+-- Deletes waiting messages that a worker has already moved from the producer's list to sorted sets.
 -- KEYS: LIST[]
 -- ARGV: most
 -- LIST: the lists of one queue. most: how many to delete at most. Returns how many it deleted.

@@ -1,8 +1,10 @@
--- Returns messages whose lease has expired to their queue.
+-- Returns messages whose lease has expired to their queue, and orphans: messages that are neither leased nor waiting.
 -- ARGV: most
--- Result: how many it returned, the problem that blocks others or '', and how many orphans it returned.
+-- most: how many expired leases one call handles. Result: {number of messages with an expired lease that it returned,
+-- the problem that blocks others or '', number of orphans that it returned}.
 local RETRY_SECONDS = 1
--- This write fails if the server accepts none: then the other workers cannot renew their leases either.
+-- This removal of nothing fails while the server accepts no writes, and the call ends. The other workers cannot renew
+-- their leases either at that time, so an expired lease does not mean a dead worker.
 redis.call('ZREM', LEASES, '')
 local STALE_CHECKED, ORPHANS_CHECKED = 100, 20
 local expired = redis.call('ZRANGEBYSCORE', LEASES, '-inf', now(), 'LIMIT', 0, most)
@@ -12,21 +14,21 @@ for i = #expired, 1, -1 do
   local meta = redis.call('HGET', LEASE_META, id)
   local blocked_by = requeue(id, meta and list_of(meta))
   if blocked_by then
-    redis.call('ZADD', LEASES, now() + RETRY_SECONDS, id) -- after those that can be returned
+    redis.call('ZADD', LEASES, now() + RETRY_SECONDS, id) -- so that it does not stand before those that can be returned
     problem = blocked_by
   else
     num_requeued = num_requeued + 1
   end
 end
--- A worker of an earlier version deletes a message, but leaves its request id.
+-- A worker of an earlier version deletes a message, but leaves its request id in LEASE_REQUESTS.
 if redis.call('HLEN', LEASE_REQUESTS) > redis.call('HLEN', LEASE_BODIES) then
   for _, request in ipairs(redis.call('HRANDFIELD', LEASE_REQUESTS, STALE_CHECKED)) do
     if not holder_of(request) then redis.call('HDEL', LEASE_REQUESTS, request) end
   end
 end
--- A script that failed midway may have left messages that are neither leased nor waiting; so may keys that were deleted by
--- hand. Each call checks some stored messages at random, so each one with a record is found in time. A message without a
--- record is still in its list, where the next sort finds it, unless the record was deleted by hand.
+-- A script that failed midway may leave an orphan, and so may keys that were deleted by hand. Each call checks some
+-- stored messages at random, so it finds every orphan that has a record in time. A message without a record is still in
+-- its list, where the next fetch finds it, unless the record was deleted by hand.
 local num_orphans = 0
 for _, id in ipairs(redis.call('HRANDFIELD', LEASE_BODIES, ORPHANS_CHECKED)) do
   if is_orphan(id) and not requeue(id) then num_orphans = num_orphans + 1 end

@@ -3,8 +3,8 @@
 -- seconds: duration of the lease. Returns the ids of the leases that the owner has lost.
 local expires = now() + tonumber(seconds)
 local lost = {}
--- A server out of memory refuses a script whose first write may need more. ZADD is such a write, though a renewal
--- needs no memory. After a removal, here of nothing, it is allowed.
+-- A server out of memory refuses a script whose first write may need memory. ZADD is such a write, though a renewal
+-- needs none. Redis allows it after a removal, here of nothing.
 redis.call('ZREM', LEASES, '')
 for _, id in ipairs(ids) do
   local list = owned_list(id, owner)

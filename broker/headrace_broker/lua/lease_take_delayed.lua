@@ -1,7 +1,8 @@
 -- Leases delayed messages.
 -- KEYS: LIST[]
 -- ARGV: most, owner, seconds
--- LIST: the lists of one queue. seconds: duration of the lease. Returns {{id, list, body}, ...}.
+-- LIST: the lists of one queue. most: how many to lease at most. seconds: duration of the lease.
+-- Returns for each message {lease id, list, body}.
 local wanted = tonumber(most)
 local taken = {}
 for _, list in ipairs(LIST) do

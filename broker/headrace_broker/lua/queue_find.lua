@@ -1,9 +1,10 @@
--- Searches one list of a queue for a request. Writes nothing. One call reads a limited number of messages, so that it does
--- not block the server.
+-- Searches one list of a queue for a request. Writes nothing. One call reads a limited number of messages, so that it
+-- does not block the server.
 -- KEYS: KEY
 -- ARGV: id, num_seen
--- KEY: the list, or a sorted set of lease ids. id: the request id as JSON. num_seen: how many messages were read so far.
--- Returns {1 if the request was found, how many messages were read so far or -1 if all were}.
+-- KEY: the list, or a sorted set of lease ids. id: the request id as JSON. num_seen: how many messages earlier calls
+-- read.
+-- Returns {1 if the request was found else 0, num_seen for the next call or -1 if the search is over}.
 local LOOKED_AT, MOST_BYTES = 200, 4 * 1024 * 1024
 
 local kind, at, bytes = redis.call('TYPE', KEY).ok, tonumber(num_seen), 0

@@ -1,10 +1,12 @@
--- Counts the messages of queues, at a cost that does not grow with their number. Writes nothing.
+-- Counts the messages of queues, at a cost that does not grow with their number. Writes nothing. An unsorted message is
+-- in the list to which its producer pushed it. A sorted one has been moved from there to sorted sets by a worker.
 -- KEYS: LIST[], SORTED_IDS[], HELD[], DELAYED[]
--- Returns {now, mark of the dead letters, which changes with them, per list {length, sorted, held, delayed, expired,
--- enqueue time of the oldest unsorted message or '', that of the oldest sorted message or '', a mark of the oldest
--- unsorted message or '', microseconds from which the oldest sorted message waits or ''}}. A key of the wrong type counts
--- as empty; wrong_keys.lua reports it.
-local MARK_BYTES = 4096 -- at the end of a message, after its prompt: enough to recognise it
+-- Returns {unix seconds now, a string that changes when the dead letters change, levels}. levels: for each list {number
+-- of unsorted messages, of sorted ones, of messages that workers hold, of delayed ones, of expired leases; enqueue time
+-- of the oldest unsorted message or '', enqueue time of the oldest sorted message or '', digest of the oldest unsorted
+-- message or '', unix microseconds at which the oldest sorted message began to wait or ''}. Enqueue times are in unix
+-- seconds. A key of the wrong type counts as empty; wrong_keys.lua reports it.
+local MARK_BYTES = 4096 -- at the end of a message, after its prompt: enough to tell it from others
 
 local time = redis.call('TIME')
 local now = time[1] + time[2] / 1000000
@@ -27,7 +29,8 @@ local function enqueued_at(body)
   return at and string.match(body, '^"enqueued_at":%s*([%d.]+)', at) or ''
 end
 
--- Returns when a message began to wait: when it was first sorted, or when it became due if it was delayed.
+-- Returns when a message began to wait, in unix microseconds: when it was first sorted, or when it became due if it was
+-- delayed; '' if unknown.
 local function waits_since(id)
   local packed = id and text('HGET', LEASE_RECORDS, id)
   local readable, record = pcall(cmsgpack.unpack, packed or '')

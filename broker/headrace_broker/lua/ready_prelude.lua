@@ -1,16 +1,22 @@
--- Waiting messages, sorted by tenant, and the service that each tenant has received. Requires lease_prelude.
+-- Sorted messages, and the service that each tenant has received. Requires lease_prelude.
 --
--- A message waits in the list in which it arrived, or in one of a better priority once it has aged. Each list is served by
--- start-time fair queueing (Goyal, Vin, Cheng 1996): a tenant's service is its tokens divided by its weight. The tenant with
--- the least service is next. A tenant without messages receives nothing for its idle time: it starts again at the list's
--- virtual time. A record describes a message, waiting or leased. Times are in microseconds:
---   list: where it arrived; level: the list where it waits; tenant
---   request: the id bound to it, or nil; prefix: a hash of its prompt's beginning, or nil
---   since: its place in the list `level`, the time from which it counts there; first: its place in `list`, once it has aged
---   sorted: when it was first sorted; due: when it became due, if it was delayed; delayed: true until then
---   taken: when it was taken, while it is leased; held: for how long in all it did not age; charge, weight: once taken
---   choices: how many it has, as its header or a worker says, or nil for one
---   skipped: how often affinity preferred a later message; preempted: how often it made room for a better priority
+-- A queue has one Redis list for each priority step. A message arrives in one of these lists. A fetch sorts it: the
+-- script moves the message to two sorted sets, one for all messages of the list and one for its tenant's messages of
+-- the list. When the message has aged, it moves to the two sets of the next higher priority.
+--
+-- Each list is served by start-time fair queueing (Goyal, Vin, Cheng 1996): a tenant's service is its tokens divided by
+-- its weight. The tenant with the least service is next. A tenant gains nothing by idle time: when it has messages
+-- again, it starts at the list's virtual time.
+--
+-- Each sorted message has a record while it waits and while it is leased. Times are in unix microseconds. Its fields:
+--   list: the list where it arrived; level: the list where it waits, or waited before its lease; tenant: '' for none
+--   request: the request id bound to it, or nil; prefix: a hash of its prompt's beginning, or nil
+--   since: the time that orders it among its tenant's messages in `level`; first: the same in `list`, if it has aged
+--   sorted: when it was first sorted; due: when it became due, if it was delayed; delayed: true until it is due
+--   taken: when it was leased, while it is; held: microseconds after `since` that do not count in its age
+--   charge: expected tokens that its tenant was charged at the lease; weight: the tenant's weight at that time
+--   choices: number of choices that its header or a worker gave, or nil for one; refused: true if it exceeds the quota
+--   skipped: how often affinity preferred a later message; preempted: how often it made room for a higher priority
 
 local MOST_TENANTS = 1000
 local FIRST_ESTIMATE = 256 -- tokens of a request before any request of the queue has ended
@@ -25,7 +31,7 @@ local function problem_of_list(list)
     or problem_of(VIRTUAL_TIME, 'hash') or problem_of(MEAN_COST, 'hash')
 end
 
--- Returns the problem that blocks a message's place, or nil.
+-- Returns the problem that blocks the place in the queue that this record names, or nil.
 local function problem_of_place(record)
   return problem_of_list(record.level) or problem_of(tenant_ids_key(record.level, record.tenant), 'zset')
 end
@@ -34,14 +40,14 @@ local function keep(id, record)
   redis.call('HSET', LEASE_RECORDS, id, cmsgpack.pack(record))
 end
 
--- Marks the message as delayed. Until it is due, the tenant's quota counts it as waiting.
+-- Records that the message is delayed. Until it is due, the tenant's quota counts it as waiting.
 local function delay(id, record)
   record.delayed = true
   keep(id, record)
   redis.call('ZINCRBY', delayed_tenants_key(queue_of(record.list)), 1, record.tenant)
 end
 
--- Clears the mark: the message is due, or it was taken or deleted.
+-- Records that the message is no longer delayed: it is due, or it was taken or deleted.
 local function undelay(id, record)
   if not record or not record.delayed then return end
   record.delayed = nil
@@ -53,8 +59,9 @@ local function undelay(id, record)
   end
 end
 
--- Returns the service at which a new tenant starts: the virtual time (at which the last message was taken), or the least
--- service of a waiting tenant. That may be less, if its messages cost less than estimated.
+-- Returns the service at which a new tenant starts: the virtual time (the highest service at which a message was
+-- taken), or the least service of a waiting tenant. The latter is lower if that tenant's messages cost less than
+-- estimated.
 local function floor_at(list)
   local virtual_time = number_in(redis.call('HGET', VIRTUAL_TIME, list), 0)
   local least = redis.call('ZRANGE', tenants_key(list), 0, 0, 'WITHSCORES')[2]
@@ -73,7 +80,7 @@ local function enter(id, record)
 end
 
 local function leave(id, record)
-  undelay(id, record) -- a worker of an earlier version does not count delayed messages and may have returned it
+  undelay(id, record) -- a worker of an earlier version may have returned it to the queue, and does not do this
   local list, tenant = record.level, record.tenant
   local was_there = drop(tenant_ids_key(list, tenant), id)
   redis.call('ZREM', sorted_ids_key(list), id)
@@ -84,7 +91,7 @@ local function leave(id, record)
   if redis.call('EXISTS', tenant_ids_key(list, tenant)) == 0 then redis.call('ZREM', tenants_key(list), tenant) end
 end
 
--- Sets or deletes the wake-up token of a queue: idle workers wait for it, and it exists while sorted messages wait.
+-- Creates or deletes the wake-up token of a queue. It exists while sorted messages wait, and idle workers wait for it.
 local function update_wake_up(queue)
   local token = wake_up_key(queue)
   if redis.call('EXISTS', waiting_key(queue)) == 0 then
@@ -95,7 +102,7 @@ local function update_wake_up(queue)
 end
 
 local function trim(key)
-  redis.call('ZREMRANGEBYRANK', key, 0, -MOST_TENANTS - 1) -- the tenants with the least service would start there too
+  redis.call('ZREMRANGEBYRANK', key, 0, -MOST_TENANTS - 1) -- the dropped tenants would start there anyway
   redis.call('EXPIRE', key, SHARE_SECONDS)
 end
 
@@ -113,7 +120,7 @@ local function add_service(record, tokens)
   end
 end
 
--- Charges the expected cost of a taken message to its tenant, whose service is `start` so far.
+-- Charges the expected cost of a message that is leased now to its tenant, whose service is `start` so far.
 local function charge(id, record, start, weight)
   local list, tenant = record.level, record.tenant
   record.charge, record.weight = estimate(queue_of(list), tenant), weight
@@ -127,7 +134,7 @@ local function charge(id, record, start, weight)
   redis.call('EXPIRE', VIRTUAL_TIME, SHARE_SECONDS)
 end
 
--- Replaces the expected cost of a message by the actual one.
+-- Replaces the charged expected cost of a message by the actual one, in tokens.
 local function charge_actual(record, tokens)
   if not record.charge then return end
   add_service(record, tokens - record.charge)
@@ -150,7 +157,8 @@ local function refund(id, record)
   keep(id, record)
 end
 
--- Excludes the time of the lease from a message's age. A preempted message ages again, from its place in its own list.
+-- Updates the record of a message that was leased and waits again. The time of the lease does not count in its age. A
+-- preempted message takes its old place in the list where it arrived, and its age starts at 0 there.
 local function wait_again(record, is_preempted)
   local at = math.floor(now() * 1000000)
   if is_preempted then
@@ -163,8 +171,8 @@ local function wait_again(record, is_preempted)
   record.taken = nil
 end
 
--- Returns whether a stored message is neither leased nor waiting, so that no script would ever find it. `list` is where a
--- message without a record would wait; nil if that is unknown.
+-- Returns whether a stored message is neither leased nor waiting, so that no script would ever find it. `list` is the
+-- list where a message without a record would wait; nil if that is unknown.
 local function is_orphan(id, list)
   local record = record_of(id)
   local list = record and record.level or list
@@ -172,10 +180,11 @@ local function is_orphan(id, list)
   return not redis.call('ZSCORE', sorted_ids_key(list), id)
 end
 
--- Returns a message to its place in the queue, before the later messages of its tenant. It is charged when it is taken again.
--- The first write removes nothing: a server out of memory refuses a script whose first write may need more.
--- Result: the problem that blocks its place, without a write, or nil. `list` is nil if the lease does not name it, `choices`
--- if its record has the right number.
+-- Returns a message to its place in the queue, before the later messages of its tenant. Its tenant is charged again
+-- when it is leased again. The first write is a removal of nothing, because a server out of memory refuses a script
+-- whose first write may need memory. `list`: the list that the lease names, or nil. `choices`: the number of choices to
+-- record, or nil to keep the recorded one. Result: nil, or the problem that blocks its place. In that case nothing was
+-- written.
 local function requeue(id, list, is_preempted, choices)
   local record = record_of(id)
   list = record and record.list or list
@@ -204,7 +213,7 @@ local function requeue(id, list, is_preempted, choices)
   revoke(id)
 end
 
--- Returns a message without a record to its list, where it is sorted again.
+-- Returns a sorted message to its list and deletes its record, if any. The next fetch sorts it again.
 local function unsort(id, list, tenant)
   local body = redis.call('HGET', LEASE_BODIES, id)
   leave(id, {level = list, tenant = tenant or body and tenant_of(body) or ''})

@@ -1,10 +1,12 @@
--- Begins the next attempt at a request, which fences all earlier ones, and returns their entries.
+-- Begins the next attempt at a request and returns the entries of the earlier ones, whose workers can no longer write.
 -- KEYS: STREAM, ENGINE_LOSSES, ENDED
 -- RIGHTS: STREAM
 -- ARGV: data, seconds, content
--- ENDED: may remain from before the request was requeued. data: of the start entry. content: digest of the message.
--- Returns {attempt, state, entries, engine losses, 1 if the stream was deleted first}. State is 0 if the attempt has
--- begun, 1 if the stream had ended, 2 if it belongs to another message. Only state 0 writes an entry.
+-- ENDED: deleted, as it may remain from before the request was requeued. data: of the start entry. seconds: lifetime of
+-- the stream. content: digest of the message.
+-- Returns {number of the attempt, state, entries, number of engine losses, 1 if an unusable stream was deleted else 0}.
+-- State is 0 if the attempt has begun, 1 if the stream had ended, 2 if it belongs to another message. An entry is
+-- written only for state 0.
 local last, attempt, _, replaced = usable_tail(STREAM)
 if last and is_of_another(STREAM, content) then return {attempt, 2, {}, 0, replaced} end
 local losses = redis.pcall('GET', ENGINE_LOSSES) -- a key of another type counts as 0

@@ -1,13 +1,15 @@
 -- Ends a stream without a claim. The worker that writes to it is fenced, and the next claim finds it ended.
 -- KEYS: STREAM, ENDED
 -- ARGV: data, begun_seconds, queued_seconds, content
--- data: of the end entry. begun_seconds: life of the stream. queued_seconds: its life if its message may be queued.
--- content: given by workers only, the digest of the message's content.
--- Returns nothing, or the data of an earlier end entry, or '' if the stream belongs to another message.
+-- data: of the end entry. begun_seconds: lifetime of the stream. queued_seconds: its lifetime if the message may still
+-- be in the queue. content: digest of the message's content; absent if a client cancels, as it does not know the
+-- digest.
+-- Returns nothing if this call ended the stream, the data of an earlier end entry, or '' if the stream belongs to
+-- another message.
 if content and redis.call('TYPE', STREAM).ok ~= 'stream' then redis.call('DEL', STREAM) end
 local last, attempt, tokens = usable_tail(STREAM)
 if last and content and is_of_another(STREAM, content) then return '' end
-if last and field(last, 'type') == 'end' then -- repeats what Redis may have refused after the end was written
+if last and field(last, 'type') == 'end' then -- repeats what Redis may have refused after the end
   redis.call('EXPIRE', STREAM, begun_seconds, 'NX')
   redis.call('SET', ENDED, '1', 'EX', begun_seconds + ENDED_SECONDS, 'NX')
   return field(last, 'data')

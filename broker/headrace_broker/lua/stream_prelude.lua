@@ -1,4 +1,5 @@
--- Shared by the stream scripts. An entry is {id, {name, value, ...}}; its id is <attempt>-<tokens after this entry>.
+-- Shared by the stream scripts. An entry is {id, {name, value, ...}}. Its id is <attempt>-<tokens so far>: the tokens
+-- of all choices and attempts, including this entry's.
 
 local function field(entry, name)
   for i = 1, #entry[2], 2 do
@@ -42,8 +43,8 @@ end
 -- No worker reaches so many attempts or tokens. An id has 64 bits for each, and Lua is exact up to 2^53.
 local HIGHEST_COUNT = 1000000000
 
--- Returns the values of `tail`, and 0. A stream whose ids leave no room for a next one is deleted first; then the last
--- value is 1.
+-- Returns the values of `tail`, and 0. If the last id is so high that none can follow, deletes the stream and returns 1
+-- as the fourth value.
 local function usable_tail(key)
   local last, attempt, tokens = tail(key)
   if attempt < HIGHEST_COUNT and tokens < HIGHEST_COUNT then return last, attempt, tokens, 0 end

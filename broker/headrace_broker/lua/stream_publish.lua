@@ -21,9 +21,9 @@ local function verdict(key, id, before, kind, data)
     local there = redis.call('XRANGE', key, id, id)[1]
     if there and field(there, 'type') == kind and field(there, 'data') == data then return false end
   end
-  -- The server lost its last writes, in a failover or a restart. If it lost entries, this one would leave a gap. If it
-  -- lost a claim, two workers have the same attempt, and the other one has written these tokens or has ended the stream
-  -- with as many.
+  -- Each of these conditions shows that the server lost its last writes, in a failover or a restart. If it lost
+  -- entries, this one would leave a gap. If it lost a claim, another worker has the same attempt number. That worker
+  -- has written these tokens, or has ended the stream after as many.
   local _, expected = split_id(before)
   local is_over = field(last, 'type') == 'end'
   if attempt < mine or last_offset >= offset or tokens ~= expected or is_over then return 'rolled_back' end
@@ -41,7 +41,7 @@ for i, write in ipairs(cmsgpack.unpack(writes)) do
   local request, id, before, kind, data = unpack(write)
   local key = stream_key(request)
   local newest = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)
-  -- usually nothing is refused, which saves building the key
+  -- usually `refused` is empty, and its key need not be built
   local outcome = next(refused) and refused[writer(request, id)]
   if outcome == nil and newest.err then
     if not string.find(newest.err, 'WRONGTYPE', 1, true) then return newest end

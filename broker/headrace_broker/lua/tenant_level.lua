@@ -1,10 +1,12 @@
 -- Counts the messages of one tenant in a queue. Writes nothing.
 -- KEYS: WAITING, DELAYED_TENANTS, TENANT_IDS[]
 -- ARGV: tenant, of_interest, lists[]
--- TENANT_IDS, lists: one for each list. Returns {waiting, delayed, microseconds from which the oldest sorted message
--- waits or '', microseconds now}.
--- Unsorted messages are read only if the count can reach `of_interest` with them, and at most a thousand. The lists are
--- not in KEYS: Redis would refuse the script to a user that may not read messages. For such a user it counts sorted ones.
+-- TENANT_IDS, lists: one for each list of the queue. of_interest: the count up to which the result must be exact.
+-- Returns {number of waiting messages, number of delayed ones, unix microseconds at which the oldest sorted message
+-- entered its list or '', unix microseconds now}.
+-- Sorted messages, which a worker has moved from the lists to sorted sets, have counts by tenant. The others have to be
+-- read: at most a thousand, and only if the count can reach `of_interest` with them. The lists are not in KEYS, because
+-- Redis would refuse the script to a user that may not read messages. For such a user it counts sorted messages only.
 local LOOKED_AT, LOOKED_AT_BYTES, CHUNK = 1000, 4 * 1024 * 1024, 50
 
 local count = tonumber(redis.call('ZSCORE', WAITING, tenant) or 0)

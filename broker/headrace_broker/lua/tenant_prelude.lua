@@ -25,8 +25,8 @@ local function choices_of(headers)
 end
 
 -- Returns the tenant of the message, or '' if it is missing or invalid; the hash of its prompt's beginning, or nil; its
--- request id, or nil; and its number of choices, or nil. Only the part from the headers on is decoded. The pattern cannot
--- match inside a string of the message, where its quotes would be escaped.
+-- request id, or nil; and its number of choices, or nil. Only the part from the headers on is decoded. The pattern
+-- cannot match inside a string of the message, where its quotes would be escaped.
 local function tenant_of(body)
   local at = string.find(body, '"headers":', 1, true)
   if not at or #body - at > LONGEST_HEADERS then return '' end
@@ -36,8 +36,8 @@ local function tenant_of(body)
     choices_of(headers)
 end
 
--- Returns the SHA-1 of a message. For a large message with a readable request id it leaves the middle out, which would
--- take 50 ms. The hash still covers that id, and a second message with it is a duplicate, whatever its middle is.
+-- Returns the SHA-1 of a message. A large message would take up to 50 ms, so its middle is left out if its request id
+-- is readable. The hash still covers that id. A second message with the same id is a duplicate, whatever its middle is.
 local function lease_id_of(body)
   if #body > HASHED_WHOLE and select(3, tenant_of(body)) then
     body = #body .. string.sub(body, 1, LONGEST_HEADERS) .. string.sub(body, -LONGEST_HEADERS)

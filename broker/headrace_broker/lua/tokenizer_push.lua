@@ -1,8 +1,9 @@
--- Appends a tokenizer call to those that wait.
+-- Appends a tokenizer call to the list of waiting calls.
 -- KEYS: TOKENIZER_CALLS
 -- RIGHTS: TOKENIZER_CALLS
 -- ARGV: call, max_calls, call_ms, list_ms
--- call_ms: how long this call may wait. list_ms: how long the list lives, because earlier calls may wait longer.
+-- call_ms: milliseconds that this call may wait. list_ms: lifetime of the list in milliseconds. It does not depend on
+-- call_ms, because earlier calls may wait longer.
 -- Returns 1, or 0 if the list has max_calls already.
 if redis.call('LLEN', TOKENIZER_CALLS) >= tonumber(max_calls) then return 0 end
 local now = redis.call('TIME')

@@ -37,7 +37,7 @@ def make_app(settings: BrokerSettings, *, worker: bool = False, models: Iterable
     server = settings.server
     broker, backend = _celery_urls(server, worker=worker)
     app = Celery("headrace", broker=broker, backend=backend, set_as_current=worker)
-    # with explicit exchanges: Celery would bind all queues to the exchange of the default queue
+    # The exchanges are explicit, because Celery would bind all queues to the exchange of the default queue.
     queues = [Queue(name, Exchange(name), routing_key=name) for name in map(queue_name, models)]
     app.conf.update(
         # no pickle, which would let a producer run code in the worker

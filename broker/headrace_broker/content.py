@@ -25,21 +25,21 @@ _ENCODINGS: Final = ("binary", "base64")  # in addition to Python's codecs
 
 
 def require_accepted(content_type: object) -> None:
-    """Raise MalformedMessageError if the content type is not accepted. It names the accepted ones."""
+    """Raise MalformedMessageError if the content type is not accepted. The error names the accepted types."""
     if not isinstance(content_type, str) or content_type not in SERIALIZERS:
         accepted = " and ".join(SERIALIZERS)
         raise MalformedMessageError(f"its content-type is {shown_type(content_type)}; accepted are {accepted}")
 
 
 def shown_type(content_type: object) -> str:
-    """Return a content type for a log or an error. A value that is not one could be any text, and is not shown."""
+    """Return a content type for a log or an error. Any other value could be a user's text, and is not shown."""
     if content_type is None:
         return "no content type"
     return content_type if isinstance(content_type, str) and _MEDIA_TYPE.fullmatch(content_type) else "unreadable"
 
 
 def shown_encoding(encoding: object) -> str:
-    """Return a content encoding for a log or an error, in the same way."""
+    """Return a content encoding for a log or an error. Any other value is not shown."""
     if encoding is None:
         return "no encoding"
     if not isinstance(encoding, str):

@@ -52,8 +52,8 @@ class UnknownModelError(HeadraceBrokerError, LookupError):
 class QueueFullError(HeadraceBrokerError):
     """The queue is at its limit of requests. Nothing was sent.
 
-    `retry_after_seconds` estimates when there will be room, from how long the queue's first request has waited; None if
-    it is unknown.
+    `retry_after_seconds` is an estimate of the seconds until there is room, from the time that the queue's oldest
+    request has waited. It is None if that time is unknown.
     """
 
     def __init__(self, model: str, queued: int, limit: int, retry_after_seconds: float | None) -> None:
@@ -66,7 +66,7 @@ class QueueFullError(HeadraceBrokerError):
 
 
 class TenantQueueFullError(QueueFullError):
-    """The queue is at its limit of requests of this tenant. Nothing was sent. `tenant` is '' for none."""
+    """The queue is at its limit of requests of `tenant`, which is '' if the request names none. Nothing was sent."""
 
     def __init__(self, model: str, tenant: str, queued: int, limit: int, retry_after_seconds: float | None) -> None:
         super().__init__(model, queued, limit, retry_after_seconds)

@@ -36,7 +36,7 @@ class RedisKey:
         return f"{self.name}_key" if self.parts else self.name.upper()
 
     def sample(self) -> str:
-        """Return an expression of Lua for the fixed key, or for one that is built from empty parts."""
+        """Return a Lua expression for a key of this pattern: the fixed key, or a key of empty parts."""
         empty = ", ".join(["''"] * len(self.parts))
         return f"{self.lua_name}({empty})" if self.parts else self.lua_name
 
@@ -83,8 +83,8 @@ class KeySchema:
     ) -> Callable[[_Build], _Build]:
         """Declare the keys that the decorated function builds from its arguments. The function is not changed.
 
-        Its docstring says what they hold. The name is the function's, without `_key`, unless one is given. Raises
-        ValueError unless the key contains all arguments in their order.
+        The first paragraph of its docstring says what the keys hold. `name` is the function's name without `_key`,
+        unless it is given. Raises ValueError unless the key contains all arguments in their order.
         """
 
         def declare(build: _Build) -> _Build:

@@ -12,11 +12,11 @@ from headrace_wire.codes import PRIORITY_STEPS, DeadLetterReason
 
 QUEUE_PREFIX: Final = "headrace."
 ALL_STEPS: Final = 10
-"""All priority steps are before this one."""
-PRIORITY_SEPARATOR: Final = "\x06\x16"  # kombu's, between the queue and its step
+"""A number above every priority step, so that `step < ALL_STEPS` is always true."""
+PRIORITY_SEPARATOR: Final = "\x06\x16"  # kombu's separator between the name of a queue and a step
 
 ENDED_SECONDS: Final = 3600
-"""The mark of a stream's end outlives the stream by this time."""
+"""How long the key `headrace:ended:<request id>` outlives the stream."""
 REQUEUED_SECONDS: Final = 86_400
 """Lifetime of a stream whose request was returned to the queue, where it may wait for long."""
 LISTENER_SECONDS: Final = 86_400
@@ -26,7 +26,7 @@ IDEMPOTENCY_SECONDS: Final = 86_400
 HUB_SECONDS: Final = 3600
 TOKENIZER_SECONDS: Final = 10
 SHARE_SECONDS: Final = 86_400
-"""Lifetime of a tenant's service, the tokens that it has received, after its last message."""
+"""Lifetime of a tenant's service after its last message. Service is the tokens received, divided by the weight."""
 
 KEYS: Final = KeySchema(
     {
@@ -59,16 +59,16 @@ PROBE_KEY: Final = KEYS.fixed(
 # -- leases: one set of keys serves all queues of a Redis database
 
 LEASES_KEY: Final = KEYS.fixed(
-    "leases", "headrace:lease:leases", "zset", _WORKER, _LEASED, "Lease ids by their expiry, unix seconds of Redis."
+    "leases", "headrace:lease:leases", "zset", _WORKER, _LEASED, "Lease ids by expiry, unix seconds of Redis's clock."
 )
 LEASE_REQUESTS_KEY: Final = KEYS.fixed(
-    "lease_requests", f"{LEASES_KEY}:request", "hash", _WORKER, _KNOWN, "By request id: its first message's lease id."
+    "lease_requests", f"{LEASES_KEY}:request", "hash", _WORKER, _KNOWN, "By request id: lease id of its first message."
 )
 LEASE_BODIES_KEY: Final = KEYS.fixed(
-    "lease_bodies", "headrace:lease:body", "hash", _WORKER, _KNOWN, "By lease id: the sorted message, byte for byte."
+    "lease_bodies", "headrace:lease:body", "hash", _WORKER, _KNOWN, "By lease id: a sorted message, byte for byte."
 )
 LEASE_RECORDS_KEY: Final = KEYS.fixed(
-    "lease_records", "headrace:lease:record", "hash", _WORKER, _KNOWN, "By lease id: the place and charge, msgpack."
+    "lease_records", "headrace:lease:record", "hash", _WORKER, _KNOWN, "By lease id: queue place and charge, msgpack."
 )
 LEASE_META_KEY: Final = KEYS.fixed(
     "lease_meta", "headrace:lease:meta", "hash", _WORKER, _LEASED, "By lease id: `<owner>|<list where it arrived>`."
@@ -90,18 +90,21 @@ def delayed_key(list_name: str) -> str:
     return f"{LEASES_KEY}:delayed:{list_name}"
 
 
-# -- messages that wait: a queue has four lists, one a priority step
+# -- messages that wait: a queue has four lists, one per priority step. A worker sorts a message: it moves it from its
+# list to sorted sets.
 
 
 @KEYS.built("list", _PRODUCER, "until a worker sorts the messages", name="list")
 def queue_name(model: str) -> str:
-    """The unsorted messages of a model. For steps 3, 6 and 9, `\\x06\\x16` and the step follow the name."""
+    """The unsorted messages of a model: no worker has moved them to the sorted sets `headrace:ready:*` yet.
+    For steps 3, 6 and 9, `\\x06\\x16` and the step follow the name.
+    """
     return QUEUE_PREFIX + model
 
 
 @KEYS.built("zset", _WORKER, _WAITING)
 def sorted_ids_key(list_name: str) -> str:
-    """The lease ids of the sorted messages of this list, by the unix microseconds from which they age."""
+    """The lease ids of the sorted messages of this list, by the unix microseconds at which their age is 0."""
     return f"headrace:ready:ids:{list_name}"
 
 
@@ -138,7 +141,7 @@ def wake_up_key(queue: str) -> str:
 # -- fair share: the service that tenants have received
 
 VIRTUAL_TIME_KEY: Final = KEYS.fixed(
-    "virtual_time", "headrace:share:clock", "hash", _WORKER, _SHARE, "By list: the service of the tenant last served."
+    "virtual_time", "headrace:share:clock", "hash", _WORKER, _SHARE, "By list: highest service of any served tenant."
 )
 MEAN_COST_KEY: Final = KEYS.fixed(
     "mean_cost", "headrace:share:mean", "hash", _WORKER, _SHARE, "By queue: moving average of requests' tokens."
@@ -147,7 +150,7 @@ MEAN_COST_KEY: Final = KEYS.fixed(
 
 @KEYS.built("zset", _WORKER, _SHARE)
 def served_key(list_name: str) -> str:
-    """The service of each tenant, with and without waiting messages."""
+    """The service of each tenant, whether it has waiting messages or not."""
     return f"headrace:share:served:{list_name}"
 
 

@@ -24,7 +24,8 @@ class TokenLogprob(_Candidate):
     """One candidate for a position: a tuple of four values, on the wire a list of four. `bytes` is sent separately.
 
     Args:
-        bytes: the bytes that the token adds to the text. None: the UTF-8 of `decoded_text`, if it has one.
+        bytes: the bytes that the token adds to the text. None stands for the UTF-8 of `decoded_text`, unless that is
+        None.
     """
 
     bytes: builtins.bytes | None
@@ -183,7 +184,7 @@ def prompt_logprobs_from_wire(
 
 
 def logprob_bytes_to_wire(name: str, logprobs: Sequence[Sequence[TokenLogprob] | None] | None) -> dict[str, Any]:
-    """Return the candidates' bytes as lists of integers, if any are not the UTF-8 of their text; else an empty map."""
+    """Return a map of `name` to the candidates' bytes as integers; an empty map if all are the UTF-8 of their text."""
     wire = [[_own_bytes(candidate) for candidate in position or ()] for position in logprobs or ()]
     positions = [None if all(own_bytes is None for own_bytes in position) else position for position in wire]
     return {name: positions} if any(position is not None for position in positions) else {}

@@ -1,17 +1,17 @@
-"""Loads Lua scripts, each after its preludes and a generated prelude that defines the names that it uses.
+"""Loads Lua scripts. A script is sent with its preludes, and with a generated one that defines its keys and arguments.
 
 A script declares its keys and arguments in lines at its top:
 
     -- KEYS: STREAM, ENDED
     -- ARGV: data, seconds, ids[]
 
-Names of KEYS are those of the package's `KeySchema`, or KEY for any key. A name with `[]` is an array. The elements of
-several arrays alternate. The declarations of preludes come first. The generated prelude also defines `<name>_key(...)`,
-fixed keys and words of the schema. A name that is not declared, or declared twice, is an error.
+Names of KEYS are those of the package's `KeySchema`, or KEY for any key. A name with `[]` is an array. If there are
+several arrays, their elements alternate. The declarations of preludes come first. The generated prelude also defines
+`<name>_key(...)`, fixed keys and words of the schema. A name that is not declared, or declared twice, is an error.
 
-A line `-- RIGHTS: STREAM` refuses a call before its first write, unless the user may run every command of the script
-and of its preludes on that key, and may write every key of the schema that it uses. Redis does not undo the writes of
-a script in which it refuses a later command.
+A line `-- RIGHTS: STREAM` adds a check before the first write. It refuses the call unless the user may run every
+command of the script and of its preludes on that key, and may write every key of the schema that they use. Without the
+check, Redis would keep the writes before a command that it refuses.
 """
 
 import re
@@ -66,7 +66,7 @@ class LuaScript:
         return lambda *args, **keys: run(keys=self.keys(**keys), args=args)
 
     def read(self, client: "redis.Redis", *args: str, **keys: str | Sequence[str]) -> Any:
-        """Run a script that writes nothing, with its whole text: a read-only user may call nothing else."""
+        """Run a script that writes nothing. Its whole text is sent, because a read-only user may not load scripts."""
         found = self.keys(**keys)
         return client.eval_ro(self.text, len(found), *found, *args)
 
@@ -110,7 +110,7 @@ def compose(name: str, body: str, schema: KeySchema) -> LuaScript:
 
 
 def _check_of_rights(pairs: Sequence[str]) -> str:
-    """Return Lua that ends the script if the user may not run one of the commands on its key, or it is renamed.
+    """Return Lua that ends the script if the user may not run a command on its key, or if the command was renamed.
 
     A check takes Redis a quarter of a microsecond.
     """

@@ -55,7 +55,7 @@ class BrokerSettings:
     )
     max_queued_requests_per_tenant: int = option(
         0,
-        "The same limit for each tenant in a queue; workers refuse requests beyond it that other producers sent.",
+        "The same limit for each tenant in a queue. Workers refuse requests above it from producers that do not check.",
         metavar="N",
         least=0,
         most=_MOST_REQUESTS,
@@ -68,7 +68,7 @@ class BrokerSettings:
         most=_MONTH,
     )
     prefix_affinity: bool = option(
-        False, "A worker prefers, among the next tenant's requests, a prompt that begins like one it ran recently."
+        False, "Among the next tenant's requests, a worker prefers a prompt that begins like one that it ran recently."
     )
     tenant_weights: str = option(
         "",

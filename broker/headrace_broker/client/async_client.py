@@ -34,7 +34,7 @@ T = TypeVar("T")
 def _in_thread(
     method: Callable[Concatenate[Client, P], T],
 ) -> Callable[Concatenate["AsyncClient", P], Coroutine[Any, Any, T]]:
-    """Return the method as a coroutine, which runs it in a thread."""
+    """Return a coroutine function that runs the method in a thread."""
 
     @wraps(method)
     async def call(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:

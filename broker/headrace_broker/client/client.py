@@ -85,7 +85,7 @@ _BATCH: Final = 200
 class Client:
     """Submits requests, follows their token streams and fetches their results. Threads may share it.
 
-    `broker` is a Redis URL or settings. Without it, they come from the environment, such as `HEADRACE_REDIS_URL`.
+    `broker` is a Redis URL or settings. Without it, settings come from the environment, such as `HEADRACE_REDIS_URL`.
     `model` is the served name that requests use unless they name another. With `check_model`, a model that no worker
     ever served is refused, unless no model was ever served at all. `tracer_provider` is OpenTelemetry's; the default is
     the global one. Every method raises QueueUnavailableError if Redis cannot be reached.
@@ -187,10 +187,10 @@ class Client:
     ) -> Iterator[tuple[str, StreamEvent | StreamExpiredError]]:
         """Yield (request id, event) of many streams as they arrive, over one connection, until all have ended.
 
-        A map gives the entry after which each stream is read. Much cheaper than one reader per stream. A failed request
-        does not end the others: the last item of a stream is its EndEvent, which has the request's error, or a
-        StreamExpiredError, yielded and not raised, if the stream has expired. Raises ResultTimeoutError if one of the
-        streams gets no entry for `timeout` seconds.
+        If `request_ids` is a map, its values are the entry ids after which the streams are read. This is much cheaper
+        than one reader per stream. The last item of a stream is its EndEvent, which has the error of a failed request.
+        If the stream has expired, it is a StreamExpiredError, which is not raised. The other streams continue. Raises
+        ResultTimeoutError if one of the streams gets no entry for `timeout` seconds.
         """
         with unavailable(self.settings, "read streams"):
             yield from read_streams(self._redis, check_last_ids(request_ids), timeout=timeout)
@@ -211,7 +211,7 @@ class Client:
                     meta, listener = pipe.execute()
                     if isinstance(meta, bytes) and (result := read_result(request_id, meta)) is not None:
                         return result
-                    # a worker that requeues the request deletes the key, and the next worker sets it again
+                    # a worker that requeues the request deletes the listener key, and the next worker sets it again
                     abandon_after = read_abandon_after(listener) or abandon_after
                     if abandon_after is not None:
                         send_heartbeat(pipe, request_id)
@@ -263,7 +263,10 @@ class Client:
             return {name: levels[queue_name(name)] for name in names}
 
     def queue_tenants(self, models: Iterable[str]) -> dict[str, dict[str, int]]:
-        """Count the waiting messages that workers have sorted, by model and tenant; '' stands for no tenant."""
+        """Count waiting messages by model and tenant; '' stands for no tenant.
+
+        Messages that no worker has moved from the producer's list to their tenant's sorted set are not counted.
+        """
         names = [require_model(model) for model in models]
         with unavailable(self.settings, "read the queue levels"):
             return {name: read_tenants(self._redis, queue_name(name)) for name in names}
@@ -277,7 +280,7 @@ class Client:
     def requeue_dead_letters(self, letters: Iterable[DeadLetter]) -> list[DeadLetter]:
         """Send these messages again under their old ids, delete their streams and results, and return those sent.
 
-        The others are no longer dead letters, or stay dead letters because a copy of them waits or is leased.
+        The others are no longer stored, or cannot be requeued: `queue/dead_letters.py` says why.
         """
         with unavailable(self.settings, "requeue dead letters"):
             return requeue(self._redis, check_all("letters", letters, DeadLetter))
@@ -290,7 +293,7 @@ class Client:
     def purge_queue(self, model: str | None = None) -> PurgedMessages:
         """Cancel every request that waits in the model's queue and return how many. Running requests continue.
 
-        Their streams and results end as those of other cancelled requests do.
+        The stream and the result of each cancelled request say that it was cancelled.
         """
         model = require_model(self._model if model is None else model)
         with unavailable(self.settings, "purge a queue"):
@@ -322,7 +325,8 @@ class Client:
     def _used_ids(self, submissions: Iterable[Submission]) -> set[str]:
         """Return the caller-chosen ids that already have a stream, an end mark or a result that this client may read.
 
-        A request that still waits has none of them. The queue makes a second message with its id a dead letter.
+        A request that still waits in the queue has none of these. A worker drops a second message with its id, or makes
+        it a dead letter.
         """
         given = [submission.request_id for submission in submissions if submission.has_given_id]
         if not given:
@@ -334,7 +338,7 @@ class Client:
         return {request_id for request_id, count in zip(given, found, strict=True) if isinstance(count, int) and count}
 
     def _require_room(self, submissions: Sequence[Submission]) -> None:
-        """Raise QueueFullError if they do not fit. Clients that submit at the same time can together exceed a limit."""
+        """Raise QueueFullError if the submissions exceed a limit. Concurrent clients can together exceed it."""
         limit, quota = self.settings.max_queued_requests, self.settings.max_queued_requests_per_tenant
         if limit:
             for model, count in Counter(submission.model for submission in submissions).items():

@@ -1,7 +1,8 @@
 """`IdempotencyKeys`: let a client repeat a submission that may have been lost, without a second request.
 
-A key is bound to a request id before the request is sent, and marked as sent afterwards. A client that finds it bound
-but not marked sends the request again under the same id. The queue may then hold it twice; a worker generates it once.
+A key is bound to a request id before the request is sent, and marked as sent afterwards. If a client finds a key that
+is bound but not marked, it sends the request again under the same id. The queue may then have two messages of the
+request, but a worker generates it once.
 """
 
 import hashlib
@@ -32,9 +33,9 @@ class IdempotencyKeys:
     ) -> tuple[list[str], list[Submission]]:
         """Return the request id of each submission, and the submissions that must be sent.
 
-        `used_ids` are those of their ids that already belong to a request. Raises UsedRequestIdError for a submission
-        with such an id, unless its key is bound, and InvalidRequestError for a key that was used with another prompt or
-        other sampling parameters.
+        `used_ids`: ids of these submissions that already belong to a request. Raises UsedRequestIdError for a
+        submission with such an id, unless its key is bound. Raises InvalidRequestError for a key that was used with
+        another prompt or other sampling parameters.
         """
         request_ids: list[str] = []
         to_send: list[Submission] = []

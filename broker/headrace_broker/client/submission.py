@@ -79,11 +79,11 @@ class SubmitOptions(TypedDict, total=False):
     expires: float | datetime | None  # the deadline: seconds from now, or a datetime with a time zone
     tenant: str | None
     cache_salt: str | None  # only requests of one tenant with the same salt share blocks of a prefix cache
-    prefix_key: str | None  # instead of the prompt's beginning: requests of one key share blocks of a prefix cache
+    prefix_key: str | None  # --prefix-affinity treats prompts of one tenant with the same key as if they began alike
     abandon_after: float | None  # 1 to 3600 seconds without a subscriber after which the request is cancelled
     idempotency_key: str | None  # the same key, model and tenant within a day mean the same request
     request_id: str | int | uuid.UUID | None  # a new one unless given
-    request: GenerateRequest | None  # made by `GenerateRequest.parse`, instead of a prompt and what belongs to it
+    request: GenerateRequest | None  # made by `GenerateRequest.parse`; replaces the prompt and its options
 
 
 class SubmitRequest(SubmitOptions, total=False):
@@ -103,7 +103,7 @@ def request_of(options: SubmitRequest) -> GenerateRequest:
 
 
 def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[[], float] = time.time) -> Submission:
-    """Check a request and all its options, besides a `request` that is checked. Raises InvalidRequestError."""
+    """Check a request and all its options. A given `request` is already checked. Raises InvalidRequestError."""
     problems = [f"unknown option {str(name)[:40]!r}" for name in options if name not in _OPTIONS]
     request = _request(options, problems)
     model = options.get("model")
@@ -145,7 +145,7 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
 
 
 def _request(options: SubmitRequest, problems: list[str]) -> GenerateRequest:
-    """Return the checked request of a submission; an empty one if it has problems, which are added."""
+    """Return the checked request of a submission. Append its problems, if any, and return an empty request."""
     request: object = options.get("request")
     if request is None:
         try:
@@ -244,7 +244,7 @@ def cancel_call(request_id: str, ttl_seconds: int) -> dict[str, Any]:
 
 
 def was_cancelled(found: bytes | None) -> bool:
-    """Return from the reply of `stream_end.lua` whether the request is cancelled, by this call or an earlier one."""
+    """Return whether this call or an earlier one cancelled the request. `found` is the reply of `stream_end.lua`."""
     return found is None or unpack(found).get("finish_reason") == "cancelled"
 
 

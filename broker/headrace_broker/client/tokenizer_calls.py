@@ -2,8 +2,8 @@
 
     client --> headrace:tokenizer:calls:<model> --> worker --> headrace:tokenizer:answer:<call id> --> client
 
-So the same code that tokenises requests counts their tokens. A call takes no slot of the engine. The number of calls
-and their lifetime are limited: a call that no worker answers in time is dropped. docs/wire.md describes the bodies and
+So tokens are counted by the code that also tokenises requests. A call takes no slot of the engine. The number of calls
+and their lifetime are limited: a call that no worker takes in time is dropped. docs/wire.md describes calls and
 answers.
 """
 
@@ -96,9 +96,10 @@ class TokenizerClient:
         key = tokenizer_answer_key(call_id)
         popped: Any = None
         task = asyncio.current_task()
-        # checks the deadline itself: asyncio.wait_for of Python 3.11, in redis-py, can lose a timeout's cancellation
+        # The loop checks the deadline itself: redis-py uses asyncio.wait_for, which can lose the cancellation by a
+        # timeout in Python 3.11.
         while popped is None and (left := deadline - time.monotonic()) > 0:
-            if task is not None and task.cancelling():  # lost together with a reply of Redis
+            if task is not None and task.cancelling():  # a reply of Redis arrived with the cancellation, which was lost
                 raise asyncio.CancelledError
             popped = await self._client.blpop([key], timeout=max(_MIN_BLOCK_SECONDS, min(BLOCK_SECONDS, left)))
         if popped is None:
@@ -123,7 +124,10 @@ class TokenizerCalls:
         self._keys: Final = [tokenizer_calls_key(model) for model in models]
 
     def take(self, seconds: float) -> TokenizerCall | None:
-        """Return the next call; None if none comes in time or it is malformed or late. Redis's errors pass through."""
+        """Return the next call; None if none arrives within `seconds`, or if it is malformed or past its deadline.
+
+        Redis's errors pass through.
+        """
         popped: Any = self._client.blpop(self._keys, timeout=seconds)
         if popped is None:
             return None

@@ -7,7 +7,10 @@ from typing import Any, Self
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """A model by fingerprints. An empty one is unknown and matches any other. The name is only shown to people."""
+    """A model, identified by fingerprints. An empty fingerprint is unknown and matches any other.
+
+    The name is not compared. Messages for people show it.
+    """
 
     name: str
     """The name under which the worker serves it."""
@@ -26,13 +29,13 @@ class ModelIdentity:
         return f"{self.name} (weights {self.weights or 'unknown'}{adapter})"
 
     def to_wire(self) -> dict[str, str]:
-        """Return its part of the data of a start entry."""
+        """Return the items that it adds to the data of a start entry."""
         known = {"model": self.name, "weights": self.weights, "lora": self.lora}
         return {key: value for key, value in known.items() if value}
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any]) -> Self | None:
-        """Read it from the data of a start entry; None if the worker did not say."""
+        """Read it from the data of a start entry; None if the worker did not give it."""
         if not isinstance(data.get("model"), str):
             return None
         parts = (data.get(key) for key in ("weights", "lora"))

@@ -22,7 +22,7 @@ class TemplateFeatures:
     special_tags: bool = False
     """The tags of tool calls are special tokens, which output text has only if `skip_special_tokens` is false."""
     special_think_tags: bool = False
-    """The same of the tags of reasoning."""
+    """The same for the tags of reasoning."""
 
     @classmethod
     def from_wire(cls, data: object) -> Self:

@@ -19,12 +19,12 @@ _CHECK_SECONDS: Final = 1.0
 
 
 def wait_command(list_name: str) -> tuple[Any, ...]:
-    """Return the command that waits for a message and leaves it there: it moves the last element onto itself."""
+    """Return the command that waits until the list has a message. It moves the last element to its own place."""
     return ("BLMOVE", list_name, list_name, "RIGHT", "RIGHT", WAIT_SECONDS)
 
 
 class WaitingChannel(Protocol):
-    """A channel of kombu, as far as a wait uses it."""
+    """The attributes of kombu's channel that a wait uses."""
 
     async_pool: Any
     connection_errors: tuple[type[Exception], ...]
@@ -53,7 +53,7 @@ class BlockingWait:
         self._started_at = time.monotonic()
 
     def read_reply(self) -> bool:
-        """Read the reply of a readable connection: whether the list has a message. Redis's errors pass through."""
+        """Read the reply of a connection; return whether the list has a message. Redis's errors pass through."""
         if self._started_at is None:  # no reply is due, so the server has closed the connection
             self.connection.disconnect()
             return False
@@ -77,7 +77,7 @@ class WaitPoller(MultiChannelPoller):
         """Monotonic time at which all connections are checked again, even if nothing has happened."""
 
     def set_readers(self, reader: Any, readers: Mapping[int, tuple[Any, ...]]) -> None:
-        """Set the event loop's `readers`, by descriptor. The callback of this poller's descriptors is `reader`."""
+        """Set `readers`, the event loop's callbacks by descriptor, and `reader`, the callback of this poller."""
         self._reader, self._readers = reader, readers
         self._check_at = -math.inf
 
@@ -87,15 +87,16 @@ class WaitPoller(MultiChannelPoller):
 
     @property
     def fds(self) -> dict[int, Any]:
-        """The descriptors that the event loop does not read yet. kombu adds each before each poll, by a system call."""
+        """The descriptors that the event loop does not read yet. Before each poll kombu adds them, by system calls."""
         read = {fd for fd, (reader, *_) in self._readers.items() if reader == self._reader}
         return {fd: channel for fd, channel in super().fds.items() if fd not in read}
 
     def prepare(self, check: Callable[[], None]) -> None:
-        """Before each poll, call kombu's `check`, which visits all connections, if it can change anything.
+        """Call kombu's `check`, which visits all connections, if something may have changed since the last call.
 
-        An engine wakes the loop up for each of its steps, which changes nothing here. A change that shows neither at a
-        connection nor in a channel's free slots is noticed within two seconds, as the loop wakes up once a second.
+        kombu calls `check` before each poll, and an engine wakes the loop up at each of its steps, where nothing has
+        changed for the queue. A change that shows neither on a connection nor in a channel's free slots is noticed
+        within two seconds: `check` is due after one second, and the loop wakes up once a second.
         """
         for channel in self._channels:
             channel.schedule_remaining_preempting()

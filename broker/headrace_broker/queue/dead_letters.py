@@ -69,7 +69,7 @@ class DeadLetter:
 
     @property
     def content(self) -> str:
-        """The `envelope.content_digest` of the message; '' if it cannot be read."""
+        """The `message_envelope.content_digest` of the message; '' if it cannot be read."""
         return content_digest(self._envelope) if self._envelope else ""
 
     def summary(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class DeadLetter:
 
     @property
     def headers(self) -> dict[str, Any]:
-        """The message's headers, if they can be read. Those of our client say nothing about the prompt."""
+        """The message's headers; empty if they cannot be read. Headers of our client contain no text of the prompt."""
         headers = self._envelope.get("headers")
         return headers if isinstance(headers, dict) else {}
 
@@ -139,8 +139,8 @@ def requeue(client: "redis.Redis", letters: Iterable[DeadLetter]) -> list[DeadLe
     Returns the letters that were requeued. A letter stays where it is if it
 
     - is no longer among the dead letters, or does not say which queue it came from;
-    - is a copy of a message that was served or is being served;
-    - has the request id of another message: its stream and result would be deleted.
+    - is a copy of a message that waits, is leased or was served;
+    - has the request id of another message, whose stream and result would be deleted.
     """
     run = client.register_script(_REQUEUE.text)
     ordered = sorted(letters, key=lambda letter: letter.at or 0.0)

@@ -9,7 +9,7 @@ from headrace_broker.keys import LEASE_BODIES_KEY, delayed_key, queue_lists
 from headrace_broker.queue.message_envelope import open_envelope
 
 _LARGEST: Final = 64 * 1024
-"""Bytes; larger messages are not read, as there may be very many of them."""
+"""The size in bytes up to which messages are read. There may be very many larger ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`FairShare`: settings by which a worker shares its queues among tenants. The scripts of `leases.py` apply them."""
+"""`FairShare`: a worker's settings for sharing its queues among tenants. The scripts of `leases.py` apply them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

@@ -1,8 +1,10 @@
 """`Leases`: fetches messages under a lease, renews the leases, and settles each message at the end.
 
 A fetched message stays in Redis under a lease, which the holder renews. If the holder stops renewing, another worker
-returns the message to the queue once the lease has expired by Redis's clock. The scripts choose which message is
-fetched: they sort new messages by tenant and give the tenants equal shares of tokens, by weight
+returns the message to the queue once the lease has expired by Redis's clock.
+
+The scripts choose which message is fetched. First they sort new messages: they move each from the list to which its
+producer pushed it to the sorted set of its tenant. Then tenants get shares of tokens by their weights
 (`lua/ready_prelude.lua`). Nothing here knows Celery or kombu; see `transport.py`.
 """
 
@@ -32,7 +34,7 @@ _PREFIXES_KEPT: Final = 64
 _LONGEST_PREFIX: Final = 32
 """In characters; the same as in `lua/tenant_prelude.lua`."""
 _SORT_ROUNDS: Final = 30
-"""Scripts, of some milliseconds each, that one fetch may run to sort new messages."""
+"""The most scripts, of some milliseconds each, that one fetch runs to sort new messages."""
 _SORT_ONLY_ROUNDS: Final = 3
 """The same for `Leases.sort`, which fetches nothing."""
 
@@ -59,19 +61,19 @@ class LeasedMessage:
     """Seconds by Redis's clock since the message was first sorted, or since it became due if it was postponed; None
     if a worker of an earlier version sorted it."""
     step: int = 0
-    """Priority step at which it was taken: that of its list, or a better one if it had aged."""
+    """Priority step at which it was taken: that of its list, or a lower one (0 is served first) if it had aged."""
     preemptions: int = 0
-    """How often it was returned to the queue to make room for a message of a better priority."""
+    """How often it was returned to the queue to make room for a message of a higher priority."""
     choices: int = 1
-    """How many choices it has, as its header says, or a worker that has decoded it."""
+    """Number of choices, from its header or from a worker that has decoded it."""
 
 
 class Leases:
     """One process's leases in one Redis database; used by one thread only.
 
     It outlives every connection: a settlement that fails is pending, and `tick` retries it. `on_lost` is called with
-    the held object of each lost lease, `on_dead_letter` with each message that this process makes a dead letter, and
-    `on_refused` with the reason when messages cannot be taken or returned.
+    the object that `hold` got for each lost lease. `on_dead_letter` is called with each message that this process makes
+    a dead letter, and `on_refused` with the reason when messages cannot be taken or returned.
     """
 
     def __init__(
@@ -110,17 +112,18 @@ class Leases:
     def fetch(
         self, lists: Sequence[str], count: int, *, taken_from: int | None = None, split_from: int | None = None
     ) -> list[LeasedMessage]:
-        """Lease messages with up to `count` choices from the first lists that have any. Redis's errors pass through.
+        """Lease messages with up to `count` choices in all, from the first lists that have messages.
 
-        All new messages are sorted first, so that any number of one tenant's messages hides no other tenant's. Messages
+        All new messages are sorted first, so that many messages of one tenant cannot hide those of another. Messages
         over a tenant's quota are returned in addition to `count`. If the reply is lost, the messages return to the
-        queue when the lease expires. Messages that a key of the wrong type blocks stay in the queue; if no other
-        message can be taken, ResponseError is raised.
+        queue when the lease expires. Messages that a key of the wrong type blocks stay in the queue. If no other
+        message can be taken, ResponseError is raised. Redis's other errors pass through.
 
-        The last message may have more choices than are left of `count`. With `split_from`, only if it arrived in one
-        of the first `split_from` lists; otherwise it stays in the queue, and smaller ones of other tenants are taken.
-
-        With `taken_from`, only messages that arrived in the first `taken_from` lists are taken.
+        Args:
+            taken_from: only messages that arrived in the first `taken_from` lists are taken. None: all lists.
+            split_from: the last message may have more choices than `count` has left, if it arrived in one of the first
+                `split_from` lists. Other messages that do not fit stay in the queue, and smaller ones of other tenants
+                are taken. None: all lists.
         """
         rounds = self.fetch_in_rounds(lists, count, taken_from=taken_from, split_from=split_from)
         return [message for messages in rounds for message in messages]
@@ -141,7 +144,7 @@ class Leases:
             problem = problem or found
             num_messages += len(messages)
             for message in messages:
-                self._pending.pop(message.lease_id, None)  # it was pending for an earlier lease of the message
+                self._pending.pop(message.lease_id, None)  # a settlement of an earlier lease
                 self._drop_lost(message.lease_id)
             yield messages
         if problem and not num_messages:
@@ -150,10 +153,11 @@ class Leases:
             self.on_refused(problem)
 
     def bind(self, message: LeasedMessage, request_id: object) -> bool:
-        """Bind the request id to the message. Return False if it is another message's. Redis's errors pass through.
+        """Bind the request id to the message. Return False if it is bound to another one. Redis's errors pass through.
 
-        The scripts bind the id when they sort a message, if they can read it. This call is for other messages, and for
-        those that a worker of an earlier version sorted. The id in the message itself is the valid one.
+        The scripts bind the id when they sort a message, if they can read it. This call is for the other messages, and
+        for those that a worker of an earlier version sorted. `request_id` is the id in the decoded message, and
+        replaces what the scripts have read.
         """
         if not isinstance(request_id, str) or request_id == message.bound_id:
             return True
@@ -162,7 +166,7 @@ class Leases:
     def sort(self, lists: Sequence[str]) -> None:
         """Sort new messages while there is no room to take them. Redis's errors pass through.
 
-        The time at which a message is first sorted starts its age if its producer gives no enqueue time.
+        If its producer gives no enqueue time, a message's age counts from the time at which it is first sorted.
         """
         policy = self._fair_share.packed(self._prefixes)
         for _ in range(_SORT_ONLY_ROUNDS):
@@ -182,7 +186,10 @@ class Leases:
         taken_from: int | None = None,
         split_from: int | None = None,
     ) -> tuple[int, str]:
-        """Append the messages that one script leases. Return how many are unsorted, and what blocks messages, or ''."""
+        """Run one script and append the messages that it leases to `messages`.
+
+        Returns how many messages are left unsorted, and the problem that blocks messages, or ''.
+        """
         limits = ("" if limit is None else limit for limit in (taken_from, split_from))
         leased, dead, unsorted, problem = self._run["fetch"](
             count, self.owner, self.lease_seconds, self.delivery_limit, policy, mode, *limits, list=lists
@@ -199,7 +206,7 @@ class Leases:
         return [LeasedMessage(lease_id.decode(), name.decode(), body, 0) for lease_id, name, body in taken]
 
     def purge(self, lists: Sequence[str]) -> int:
-        """Delete the sorted waiting messages of one queue; return how many. Redis's errors pass through."""
+        """Delete the waiting messages of one queue that are sorted; return how many. Redis's errors pass through."""
         purged = 0
         while deleted := self._run["purge"](_PURGED_AT_ONCE, list=lists):
             purged += deleted
@@ -210,7 +217,7 @@ class Leases:
         self._held[lease_id] = held
 
     def remember_prefix(self, prefix: object) -> None:
-        """Note the `prefix` header of a message: from now on, other messages with the same one are preferred."""
+        """Record the `prefix` header of a message. With prefix affinity, later fetches prefer messages that have it."""
         if not isinstance(prefix, str) or not prefix.isascii() or len(prefix) > _LONGEST_PREFIX:
             return  # the scripts ignore such a prefix, and it may be megabytes or no text at all
         if self._fair_share.prefix_affinity:
@@ -243,16 +250,16 @@ class Leases:
         """Return the message to the queue as its tenant's next one. If Redis fails, `tick` retries.
 
         The delivery counts toward the limit only with `is_counted`. To keep the order of several messages, requeue the
-        last one first. `is_preempted` says that it makes room for one of a better priority, and counts as one
-        of its `preemptions`. `choices` is recorded for its next fetch.
+        last one first. With `is_preempted`, the message makes room for one of a higher priority, and its `preemptions`
+        grow by one. `choices`, if given, is recorded as its number of choices for the next fetch.
         """
         self._settle_by("requeue", lease_id, int(is_counted), int(is_preempted), choices or "")
 
     def postpone(self, lease_id: str, seconds: float, *, keeps_place: bool = False) -> None:
         """Delay the message by `seconds`. The reaper of any worker then returns it to the queue, at most a second late.
 
-        The delivery does not count. The message ages from that time on; with `keeps_place`, as if it had never been
-        taken. If Redis fails, `tick` retries.
+        The delivery does not count. The message begins to age when it is due. With `keeps_place`, it keeps its place
+        and its age, as if it had never been taken. If Redis fails, `tick` retries.
         """
         self._settle_by("postpone", lease_id, seconds, int(keeps_place))
 
@@ -271,7 +278,7 @@ class Leases:
         self._settle(lease_id, dead_letter)
 
     def tick(self) -> None:
-        """Renew the held leases and retry the pending settlements. Call it every third of the lease."""
+        """Renew the held leases and retry the pending settlements. Call it after every third of `lease_seconds`."""
         try:
             self._renew_held()
             self._retry_pending()
@@ -295,9 +302,10 @@ class Leases:
             logger.warning("%d settlement(s) still pending, last error: %s", len(self._pending), refusal)
 
     def reap(self) -> int:
-        """Return the messages of all expired leases to their queues, and say how many. Redis's errors pass through.
+        """Return messages of expired leases to their queues; return how many. Redis's errors pass through.
 
-        Messages that are neither leased nor waiting are returned as well. Each call checks a few of the stored ones.
+        One call returns 500 messages at most. It also checks a few stored messages, and returns those that are neither
+        leased nor waiting.
         """
         try:
             if self._refused:

@@ -1,6 +1,7 @@
 """`QueueLevelReader`: counts the ready, leased and dead messages of each queue, and writes nothing.
 
-For monitors. It works without a running worker, and with a Redis user that may only read.
+For monitors. It works without a running worker, and with a Redis user that may only read. A message is unsorted while
+it is in the list to which its producer pushed it, and sorted once a worker has moved it to its tenant's sorted set.
 """
 
 from collections import Counter
@@ -38,19 +39,19 @@ class QueueLevels:
     """One queue at one moment."""
 
     ready: Mapping[int, int]
-    """By priority step: messages that a worker may take, sorted by tenant or not yet. An aged message counts at its
-    better step."""
+    """By priority step: messages that a worker may take, sorted and unsorted. An aged message counts at the step to
+    which it has moved."""
     leased: int
-    """Messages that a worker holds, and delayed messages: both need a worker."""
+    """Messages that a worker holds, and delayed messages. Both need a running worker."""
     run_out: int
     """Leased messages with an expired lease that no worker has returned to the queue yet."""
     dead: Mapping[str, int]
     """By reason: dead letters, counting the newest 16 MiB."""
     oldest_age_seconds: float | None
     """Greatest age of the messages at the heads of the lists; None if unknown. A message's age counts from its enqueue
-    time, or else from its first sorting, or else from the time at which this reader first saw it."""
+    time, or else from when it was first sorted, or else from when this reader first saw it."""
     delayed: int = 0
-    """Leased messages that are not due yet, or due and not returned to the queue yet."""
+    """Those of the leased messages that are not due yet, or due and not returned to the queue yet."""
     oldest_age_clock: Literal["producer", "redis"] | None = None
     """How the age was measured: from the producer's clock to Redis's, or by Redis's alone."""
     problem: str | None = None
@@ -65,7 +66,7 @@ class QueueLevels:
         return sum(self.dead.values())
 
     def summary(self, tenants: Mapping[str, int]) -> dict[str, Any]:
-        """Return what operators are shown, as JSON values. `tenants`: waiting messages by tenant."""
+        """Return the figures for operators, as JSON values. `tenants`: number of waiting messages by tenant."""
         return {
             "waiting": self.num_ready,
             "by_priority": {str(step): count for step, count in self.ready.items()},
@@ -84,7 +85,7 @@ class Backlog:
 
     num_ready: int
     oldest_age_seconds: float | None
-    """Time since the oldest sorted message was sorted, by Redis's clock; None if none is sorted."""
+    """Seconds by Redis's clock since the oldest sorted message took its place in its list; None if none is sorted."""
     delayed: int = 0
     """Messages that are not due yet."""
 
@@ -105,7 +106,7 @@ class QueueLevelReader:
         self._dead: dict[str, Counter[str]] = {}
         self._dead_mark = b""
         self._first_seen: dict[str, tuple[bytes, float]] = {}
-        """By list: the mark of its oldest unsorted message, and when it was first seen, by Redis's clock."""
+        """By list: a digest of its oldest unsorted message, and when that was first seen, by Redis's clock."""
 
     def read(self, queues: Iterable[str]) -> dict[str, QueueLevels]:
         """Return the levels of these queues, by name."""
@@ -141,7 +142,7 @@ class QueueLevelReader:
         return levels
 
     def _seen(self, list_name: str, mark: bytes, now: float) -> float | None:
-        """Return when the message with this mark was first seen at the head of the list; None if that is now."""
+        """Return when the message with this digest was first seen at the head of the list; None if that is now."""
         if mark and self._first_seen.get(list_name, (b"", now))[0] == mark:
             return self._first_seen[list_name][1]
         self._first_seen[list_name] = (mark, now)
@@ -158,7 +159,7 @@ class QueueLevelReader:
         }
 
     def _count_dead(self) -> dict[str, Counter[str]]:
-        """Count by queue and reason. If letters change meanwhile, so does the mark, and the next read counts again."""
+        """Count by queue and reason. If the letters change meanwhile, the next `read` notices it and counts again."""
         by_queue: dict[str, Counter[str]] = {}
         num_counted, bytes_read, is_more = 0, 0, True
         while is_more and bytes_read < _DEAD_BYTES_READ:
@@ -173,7 +174,7 @@ class QueueLevelReader:
 def read_tenant_level(client: "redis.Redis", queue: str, tenant: str, *, of_interest: int) -> Backlog:
     """Count the tenant's messages in the queue; '' stands for messages without a tenant. Redis's errors pass through.
 
-    Exact up to the count `of_interest`, if at most a thousand messages are unsorted. With a Redis user that may not
+    A count up to `of_interest` is exact if at most a thousand messages are unsorted. With a Redis user that may not
     read messages, only sorted messages are counted.
     """
     lists = queue_lists(queue)
@@ -232,7 +233,7 @@ def _oldest_age(
 def retry_after(levels: "QueueLevels | Backlog", excess: int) -> float | None:
     """Estimate in how many seconds `excess` requests will have left the queue; None if the age is unknown.
 
-    Little's law: if the queue was as long when its first request arrived, it serves `num_ready` requests in
+    By Little's law, a queue that was as long when its oldest request arrived serves `num_ready` requests in
     `oldest_age_seconds`.
     """
     if levels.oldest_age_seconds is None or not levels.num_ready:

@@ -13,7 +13,7 @@ class Turn:
         self._fd: int | None = None
 
     def begin(self, loop: Any, callback: Callable[[], object]) -> None:
-        """Call `callback` until `end`. A `call_soon` in a callback would run up to a second later."""
+        """Call `callback` in each turn until `end`. kombu's `call_soon` could run it up to a second later."""
         if self._loop is None:
             self._fd = os.eventfd(1) if self._fd is None else self._fd  # always readable, as nothing reads it
             self._loop = loop

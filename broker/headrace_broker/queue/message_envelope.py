@@ -1,7 +1,7 @@
 """Checks a message of a leased queue before Celery decodes it.
 
 Celery trusts the message's headers: it decompresses a body to any size, and decodes it by any codec of Python. Headrace
-needs neither, so these messages are refused.
+needs neither, and refuses messages that ask for it.
 """
 
 import base64
@@ -30,8 +30,8 @@ _MAX_BYTES_OF_1: Final = 64 << 10
 def open_envelope(raw: bytes) -> dict[str, Any]:
     """Decode and check a message from Redis. A message of Celery's protocol 1 is converted to protocol 2.
 
-    Raises MalformedMessageError if no worker can use it, and the errors of `json`. The error quotes nothing of the
-    message but its content type.
+    Raises MalformedMessageError if no worker can use the message, and the errors of `json`. A MalformedMessageError
+    quotes only the content type of the message.
     """
     check_structure(raw)
     payload: dict[str, Any] = json.loads(raw.decode())
@@ -80,7 +80,7 @@ def content_digest(payload: Mapping[str, Any]) -> str:
 
 
 def legible_envelope(raw: bytes) -> dict[str, Any]:
-    """Decode a message as `open_envelope` does; if that fails, return its JSON map, which may have the request id."""
+    """Decode a message as `open_envelope` does. If that fails, return its JSON map, or an empty map if it has none."""
     try:
         return open_envelope(raw)
     except (MalformedMessageError, ValueError, RecursionError):

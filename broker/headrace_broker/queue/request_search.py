@@ -16,7 +16,7 @@ _FIND: Final = script("queue_find")
 
 
 def is_known(client: "redis.Redis", request_id: str, queues: Iterable[str]) -> bool:
-    """Return whether the request has a stream, a mark of its end or a result, or a message in one of the queues.
+    """Return whether the request has a stream, an `ended` key, a result, or a message in one of the queues.
 
     Redis's errors pass through, including the one for a user that may not read messages.
     """
@@ -25,7 +25,7 @@ def is_known(client: "redis.Redis", request_id: str, queues: Iterable[str]) -> b
         return True
     text = json.dumps(request_id)
     lists = [name for queue in queues for name in queue_lists(queue)]
-    # in the order in which messages move, so that one that moves during the search is found at one of its places
+    # in the order in which a message moves through these places: one that moves during the search is still found
     for place in (str, sorted_ids_key, delayed_key, held_key):
         for name in lists:
             found, at = 0, 0

@@ -49,7 +49,7 @@ _TURN_SECONDS: Final = 0.01
 """Fetched messages are handed over for this long before the event loop does other work."""
 _DEFAULT_PREFETCH_COUNT: Final = 16
 _FITS_NOTHING_SECONDS: Final = 0.5
-"""Pause of the wait for messages that all have too many choices. New messages end it."""
+"""How long the wake-up token is ignored after all waiting messages had too many choices. New messages end it."""
 
 
 class LeaseRegistry:
@@ -108,7 +108,7 @@ class QoS(virtual.QoS):
         if not self.channel.leased:
             super().reject(delivery_tag, requeue=requeue)
         elif requeue:
-            self.channel.leases.requeue(delivery_tag, is_counted=True)  # a rejection is due to the message
+            self.channel.leases.requeue(delivery_tag, is_counted=True)  # counted: the message caused it
         else:
             self.channel.leases.dead_letter(delivery_tag, DeadLetterReason.REJECTED)
 
@@ -170,7 +170,7 @@ class Channel(kombu_redis.Channel):
         self.preemptible_slots: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.split_below: Callable[[], int] = lambda: ALL_STEPS
         self._fits_nothing_until = -math.inf
-        """The waiting messages have too many choices until then, unless `split_below` changes."""
+        """Monotonic time until which all waiting messages are taken to be too large, unless `split_below` changes."""
         self._preemption_timer: Any = None
         self._waits: dict[str, BlockingWait] = {}
         self._awaits_list = False
@@ -178,7 +178,7 @@ class Channel(kombu_redis.Channel):
         self._fetched: deque[LeasedMessage] = deque()
         """Fetched, but not handed over yet, so that the event loop can do other work in between."""
         self._parts: Iterator[None] | None = None
-        """The remaining parts of handing over the first of them."""
+        """The remaining parts of handing over the first of the fetched messages."""
         self._rounds: Iterator[list[LeasedMessage]] | None = None
         """The remaining scripts of a fetch."""
         self._preempting_slots = math.inf
@@ -192,7 +192,7 @@ class Channel(kombu_redis.Channel):
         self.leases: Leases = self.connection.lease_registry.of_channel(self)
 
     def serve(self, worker: WorkerPort) -> None:
-        """Take messages for this worker from now on. Each new connection has a new channel, the same leases."""
+        """Take messages for this worker from now on. Each new connection has a new channel, with the same leases."""
         self.free_slots, self.split_below = worker.free_slots, worker.split_below
         self.preemptible_slots = worker.preemptible_slots
         self.preemption_wait_seconds = worker.preemption_wait_seconds
@@ -230,7 +230,7 @@ class Channel(kombu_redis.Channel):
         return super()._get(queue)
 
     def _size(self, queue: str) -> int:
-        """Return how many messages wait, sorted or not; 0 for a key of the wrong type, so that a worker can start."""
+        """Return how many messages wait, sorted or not. A key of the wrong type counts as 0, so a worker can start."""
         try:
             size: int = super()._size(queue)
             if self._is_leased(queue):
@@ -250,7 +250,7 @@ class Channel(kombu_redis.Channel):
         return [self._q_for_pri(queue, step) for step in self.priority_steps]
 
     def close(self) -> None:
-        if self.leased and self._in_poll:  # kombu would wait for a reply that may hold a message; ours holds none
+        if self.leased and self._in_poll:  # kombu would wait for the reply, but that of a blocking wait has no message
             self._in_poll.disconnect()
             self._in_poll = None
         self._turn.close()
@@ -313,7 +313,7 @@ class Channel(kombu_redis.Channel):
         return True
 
     def start_waits(self, poller: WaitPoller) -> None:
-        """Start to wait for sorted messages, and for every list but the first: kombu's poller waits for that one."""
+        """Start to wait for every list and wake-up token, except the first list: kombu's poller waits for that one."""
         if self._is_refused():
             return
         try:
@@ -340,7 +340,7 @@ class Channel(kombu_redis.Channel):
             self._was_refused(error)
 
     def _wake_ups(self, queue: str) -> list[str]:
-        """Return the key of the queue's wake-up token, unless all messages that it stands for are too large now."""
+        """Return the key of the queue's wake-up token, unless all sorted messages have too many choices now."""
         fits_nothing = time.monotonic() < self._fits_nothing_until and self.split_below() < ALL_STEPS
         return [] if fits_nothing else [wake_up_key(queue)]
 
@@ -409,7 +409,7 @@ class Channel(kombu_redis.Channel):
         return found
 
     def _num_lists_above(self, step: int) -> int:
-        """Return how many of `_lists` have a better priority step."""
+        """Return how many of `_lists` have a higher priority than this step."""
         return sum(other < step for other in self.priority_steps) * len(self.active_queues)
 
     def fetch_preempting(self) -> bool:
@@ -425,7 +425,7 @@ class Channel(kombu_redis.Channel):
         return True
 
     def _go_on(self) -> bool:
-        """Fetch and hand over during this turn of the event loop and the next ones; all at once without a loop."""
+        """Fetch and hand over in this turn of the event loop and the next ones. Without a loop, do all of it now."""
         loop = self.connection.loop
         until = time.monotonic() + _TURN_SECONDS if loop is not None else math.inf
         found = False

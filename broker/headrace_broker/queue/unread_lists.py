@@ -1,8 +1,8 @@
-"""Lists of a queue that kombu's settings at a producer name otherwise than the workers.
+"""Finds lists of messages whose names workers do not know, because a producer's settings of kombu differ from theirs.
 
 A producer with `priority_steps` of its own uses lists of further priority steps. `gather_steps` moves their messages to
-the lists that workers read. With another `sep`, or a `global_keyprefix`, a list has a name that nobody reads:
-`UnreadListSearch` finds it.
+the lists that workers read. With another `sep`, or a `global_keyprefix`, a list has a name that no worker reads.
+`UnreadListSearch` finds such lists.
 """
 
 import re
@@ -24,7 +24,7 @@ _STEPS: Final = range(1, ALL_STEPS)
 
 
 def _steps_between(queue: str) -> dict[str, str]:
-    """Return the lists of the steps between those that workers read, each with the list that serves it."""
+    """Return the lists of the steps that workers do not read, each with the list to which its messages are moved."""
     served = dict(zip(PRIORITY_STEPS, queue_lists(queue), strict=True))
     return {
         f"{queue}{PRIORITY_SEPARATOR}{step}": served[max(better for better in PRIORITY_STEPS if better < step)]
@@ -54,9 +54,9 @@ def gather_steps(client: "redis.Redis", queues: Iterable[str]) -> int:
 
 
 def separated_lists(client: "redis.Redis", queues: Iterable[str]) -> dict[str, int]:
-    """Return the lists of producers with the separator of Celery's documentation, `sep` `:`, with their lengths.
+    """Return the lists that a producer with the separator `:` of Celery's documentation uses, with their lengths.
 
-    No worker reads them, as such a name may be the queue of another model. Keys of other types are left out.
+    No worker reads them, because such a name may be the queue of another model. Keys of other types are left out.
     """
     names = [f"{queue}:{step}" for queue in queues for step in _STEPS]
     found = _lengths(client, names)
@@ -65,9 +65,9 @@ def separated_lists(client: "redis.Redis", queues: Iterable[str]) -> dict[str, i
 
 
 class UnreadListSearch:
-    """Searches all keys of the database for lists that look like those of queues and that no worker reads.
+    """Searches all keys of the database for lists that no worker reads and whose names contain that of a queue.
 
-    A step looks at 10,000 keys, so Redis is occupied for some milliseconds.
+    Each step looks at 10,000 keys, which takes Redis some milliseconds.
     """
 
     def __init__(self, client: "redis.Redis") -> None:

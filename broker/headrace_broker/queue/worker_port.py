@@ -1,4 +1,4 @@
-"""`WorkerPort`: what the lease transport asks the worker and tells it. `DeliveryInfo`: what it says of each message."""
+"""`WorkerPort`: the worker's methods that the lease transport calls. `DeliveryInfo`: its facts about a message."""
 
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -22,27 +22,27 @@ class DeliveryInfo:
     over_quota: int = 0
     """The tenant's quota, if the message exceeds it and has to be refused; else 0."""
     preemptions: int = 0
-    """How often it was requeued to make room for a message of a better priority."""
+    """How often it was requeued to make room for a message of a higher priority."""
     choices: int = 1
-    """How many choices it has, as far as the queue knows."""
+    """Number of choices, from its header or from a worker that has decoded it; 1 if unknown."""
 
 
 class WorkerPort(Protocol):
-    """Passed to `transport.Channel.serve`. The numbers of slots are asked for many times a second."""
+    """Passed to `transport.Channel.serve`. The methods about slots are called many times a second."""
 
     preemption_wait_seconds: float
-    """A message that would preempt running requests is fetched so long after its arrival, if it is still there."""
+    """Time from the arrival of a message that would preempt running requests to its fetch, if it still waits then."""
 
     def free_slots(self) -> int:
-        """Return how many choices the messages fetched now may have: the engine's free capacity."""
+        """Return how many choices, in all, the messages fetched now may have: the engine's free capacity."""
 
     def split_below(self) -> int:
-        """Return a priority step. Messages before it may have more choices than free slots; others must fit."""
+        """Return a priority step. Only messages of higher priority may have more choices than there are free slots."""
 
     def preemptible_slots(self) -> tuple[int, int]:
-        """Return a priority step, and how many choices messages may have that preempt running requests of that step.
+        """Return a priority step, and how many choices, in all, messages of a higher priority may have that preempt.
 
-        Asked for when no slot is free.
+        Called when no slot is free.
         """
 
     def lease_lost(self, message: Any) -> None:

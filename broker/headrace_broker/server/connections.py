@@ -24,7 +24,7 @@ REDIS_ERRORS: Final = (redis.RedisError, OSError)
 """The server could not be reached, or refused: out of memory, read-only, not permitted. Both may be temporary."""
 
 _OF_ALL_KEYS: Final = re.compile(r"(?!WRONGTYPE )[A-Z]{3,} |ACL failure|[Uu]nknown (Redis )?command")
-"""Matches errors with a code of their own, and those to which Redis gives none inside a script."""
+"""Matches errors with a code other than WRONGTYPE, and errors of that kind that have no code inside a script."""
 
 _OPTIONS: Final[dict[str, Any]] = {
     "protocol": 2,  # its replies have the same shape in every redis-py version and in Lua
@@ -35,10 +35,10 @@ _OPTIONS: Final[dict[str, Any]] = {
 
 
 def is_fault_of_server(error: BaseException) -> bool:
-    """Return whether Redis would answer a command on any other key in the same way, so that no message is at fault.
+    """Return whether a command on any other key would fail in the same way, so that no message is at fault.
 
-    It is away, lacks memory or a right of its user, is read-only or loading, or knows no such command. The errors of a
-    single key are WRONGTYPE, and those of its content, which have no code.
+    That is so if Redis is away, out of memory, read-only or loading, if its user lacks a right, or if it does not know
+    the command. The errors of a single key are WRONGTYPE, and errors about its content, which have no code.
     """
     return not isinstance(error, redis.ResponseError) or (
         type(error) is not redis.ResponseError or _OF_ALL_KEYS.match(str(error)) is not None
@@ -48,8 +48,9 @@ def is_fault_of_server(error: BaseException) -> bool:
 def connect(url: str, *, retries: int = 0) -> "redis.Redis":
     """Return a client whose replies are bytes. Threads may share it.
 
-    A writer passes no retries, because only the writer knows whether a command may be repeated. Behind Sentinels, any
-    number of retries means retrying for FAILOVER_SECONDS. Raises SettingsError for an invalid URL.
+    `retries` is how often a failed command is repeated. It is 0 for a client that writes, because only the caller knows
+    whether a write may be repeated. Behind Sentinels, any other number means retrying for FAILOVER_SECONDS. Raises
+    SettingsError for an invalid URL.
     """
     server = ServerUrl.parse(url)
     if server.kind == "sentinel":

@@ -12,8 +12,8 @@ from redis.commands.core import Script
 from redis.exceptions import NoScriptError
 
 HELD_SECONDS: Final = 1.0
-"""How long a connection is kept. The pool then checks whether the server has closed it, and reconnects. Until then, a
-call over a closed connection fails."""
+"""How long a connection is kept. After that, the pool checks whether the server has closed it, and reconnects. Before
+that, a call over a closed connection fails."""
 
 
 class HeldConnection:

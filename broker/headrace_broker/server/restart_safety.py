@@ -1,9 +1,9 @@
-"""Tells whether Redis can load its own append-only file again, and whether it could the last time.
+"""Tells whether Redis can load all of its append-only file at the next start, and whether it could at the last one.
 
-Redis stores a transaction, and a script with several writes, as one MULTI/EXEC. Earlier versions check each EXEC of the
-file against the rights of the user `default`. A default user that is off and has no rights makes Redis drop all of them
-without a failure: messages, leases and streams are lost. A default user that is off may have all rights, as nobody can
-connect as it.
+In the file, a transaction, or a script with several writes, is one MULTI/EXEC. Versions before `_FIRST_MENDED` check
+each EXEC against the rights of the user `default`. If that user is off and has no rights, Redis drops all of them
+without a failure: messages, leases and streams are lost. The remedy is a default user that is off and has all rights:
+nobody can connect as this user.
 """
 
 import re
@@ -23,7 +23,7 @@ _FIRST_MENDED: Final = {
 """The first release of each series without the fault, by the release notes. Every later series is without it."""
 
 _DRY_RUN: Final = ("default", "DEL", stream_key("x"), queue_name("x"), result_key("x"))
-"""Asks whether the default user could write keys of ours. The command is not executed."""
+"""Arguments of ACL DRYRUN, which tells whether the default user could write keys of ours. DEL is not executed."""
 
 REMEDY: Final = (
     "run ACL SETUSER default off ~* &* +@all, put the line `user default off ~* &* +@all` into the ACL file, and run"
@@ -33,10 +33,10 @@ REMEDY: Final = (
 
 @dataclass(frozen=True, slots=True)
 class RestartSafety:
-    """What is known of one server."""
+    """The result of the check of one server."""
 
     loads_all: bool | None
-    """Whether the next restart loads the whole append-only file; None: the user may not ask."""
+    """Whether the next restart loads the whole append-only file; None if our user may not ask."""
     load_errors: int
     """Commands that the server refused while it loaded its file, or took over its primary's writes, since its start."""
     warnings: tuple[str, ...]
@@ -44,7 +44,7 @@ class RestartSafety:
 
 
 def restart_safety(client: "redis.Redis", info: Mapping[str, Any] | None = None) -> RestartSafety:
-    """Ask the server. `info` is its reply to INFO, where the caller has it already.
+    """Check the server of this client. `info` is its reply to INFO; without it, INFO is called.
 
     Raises RedisError if the server does not answer or the user may not run INFO.
     """

@@ -96,7 +96,7 @@ class AsyncMasterTlsConnection(AsyncMasterConnection, redis.asyncio.SSLConnectio
 
 
 class MasterPool(redis.sentinel.SentinelConnectionPool):
-    """Also closes its connections to the Sentinels."""
+    """redis-py's pool, which here also closes its connections to the Sentinels."""
 
     def disconnect(self, inuse_connections: bool = True) -> None:
         super().disconnect(inuse_connections)
@@ -116,7 +116,8 @@ class AsyncMasterPool(redis.asyncio.sentinel.SentinelConnectionPool):
 class _UntilFailover:
     """Retries for FAILOVER_SECONDS, with no limit on attempts, even if redis-py nests its retries.
 
-    A base class before redis-py's `Retry` of threads or of asyncio, to which the ignored types belong.
+    The next base class is redis-py's `Retry` for threads or for asyncio. mypy cannot see that, so types are ignored
+    here.
     """
 
     def __init__(self) -> None:

@@ -186,7 +186,7 @@ def _host_and_port(text: str) -> tuple[str, int]:
 def _check_options(options: dict[str, str], known: tuple[str, ...], *, tls: bool) -> None:
     """Refuse options that no library reads, and convert those of TLS to redis-py's spelling.
 
-    Its own error would not name a missing file.
+    Missing TLS files are refused, too, because redis-py's own error would not name the file.
     """
     if unknown := sorted(name for name in options if name not in known and not name.startswith("ssl_")):
         # if the password has a question mark, these may be parts of the password

@@ -1,7 +1,7 @@
 """The entries of a request's stream, and their wire format.
 
-The entry ID is `<attempt>-<tokens after this entry>`, counting the tokens of all choices. The fields are `type` (start,
-chunk or end) and `data`, a msgpack map.
+The entry ID is `<attempt>-<tokens so far>`: the tokens of all choices and attempts, including this entry's. The fields
+are `type` (start, chunk or end) and `data`, a msgpack map.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,14 +33,14 @@ class StartEvent:
     abandon_after: float | None = None
     """Seconds without a subscriber heartbeat after which the request is cancelled; None if it needs no heartbeats."""
     model: ModelIdentity | None = None
-    """The weights that compute this attempt's tokens; None if the worker did not say."""
+    """The weights that compute this attempt's tokens; None if the worker gave none."""
     prompt_tokens: int | None = None
-    """Length of the prompt in tokens; None if the worker did not say."""
+    """Length of the prompt in tokens; None if the worker did not give it."""
     prompt_tail: str | None = field(default=None, repr=False)
     """The end of a rendered chat, which shows whether the template has opened the model's reasoning."""
     draws: str | None = None
-    """Name under which equal seeds draw equal tokens; empty if the engine cannot repeat a seed's draws, None if the
-    worker did not say."""
+    """Name of the engine's random draws: equal seeds draw equal tokens under equal names. Empty if the engine cannot
+    repeat a seed's draws, None if the worker gave no name."""
 
 
 @dataclass(slots=True)  # not frozen, which would cost 1 us more for each chunk

@@ -22,7 +22,7 @@ from headrace_broker.streams.listeners import SHORTEST_SECONDS, heartbeat_interv
 from headrace_broker.streams.subscriber import Readers, execute_async
 
 _MAX_WAITING: Final = 512
-"""Limit for the events that wait for one subscriber. At the limit its streams are not read until it takes them."""
+"""Limit for the events that wait for one subscriber. At the limit, its streams are not read until it takes some."""
 _RETRY_SECONDS: Final = 0.2
 MAX_SUBSCRIBERS: Final = 16
 """Limit for the subscribers of one stream at a time: each beyond the first takes a connection."""
@@ -111,7 +111,7 @@ class StreamHub:
     def __init__(self, client: "redis.asyncio.Redis", *, max_outage_seconds: float = 30.0, subscriber: int = 1) -> None:
         self._client: Final = client
         self._number: Final = subscriber
-        """Which of a stream's subscribers this hub has: the first, the second and so on."""
+        """1 if this hub serves the first subscriber of each stream, 2 if it serves the second, and so on."""
         self._max_outage: Final = max_outage_seconds
         self._key: Final = hub_key(uuid.uuid4().hex)
         self._readers: Final = Readers({}, None)

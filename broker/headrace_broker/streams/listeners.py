@@ -25,12 +25,12 @@ def is_abandon_after(value: object) -> bool:
 
 
 def start_heartbeats(pipe: Any, request_id: str, abandon_after: float) -> None:
-    """Add the command that sets the request's key, unless it exists, to a pipeline of either kind of client."""
+    """Add to a pipeline, of threads or asyncio, the command that sets the request's key unless it exists."""
     pipe.set(listener_key(request_id), abandon_after, ex=LISTENER_SECONDS, nx=True)
 
 
 def get_abandon_after(pipe: Any, request_id: str) -> None:
-    """Add the command whose reply `read_abandon_after` decodes to a pipeline."""
+    """Add to a pipeline the command whose reply `read_abandon_after` decodes."""
     pipe.get(listener_key(request_id))
 
 

@@ -101,7 +101,7 @@ async def execute_async(client: "redis.asyncio.Redis", commands: Sequence[_Comma
 class Readers:
     """Several streams that one XREAD reads. True while any of them has not ended.
 
-    Heartbeats and checks are sent when due: after each read of many streams they would cost more than the entries.
+    Heartbeats and checks are sent only when they are due. After each read, they would cost more than the read itself.
     """
 
     def __init__(self, last_ids: Mapping[str, str | None], timeout: float | None) -> None:
@@ -109,25 +109,25 @@ class Readers:
         readers = (_Reader(request_id, last_id, timeout) for request_id, last_id in last_ids.items())
         self._open: Final = {reader.key.encode(): reader for reader in readers}
         self._reading: dict[bytes, _Reader] = {}
-        """The readers in the last `commands`. Its replies are not for readers that joined since."""
+        """The readers in the last `commands`. The replies are not for readers that were added later."""
         self.wake: tuple[str, str] | None = None
         """A stream and the id of its last entry read. A new entry ends a blocking read, but yields no event."""
         self._was_empty = self._has_waited = False
         self._checking: list[_Reader] = []
         self._heartbeats: list[_Reader] = []
-        # Lower bounds of the readers' due times. Entries postpone those; only a start can make a heartbeat due at once.
+        # Lower bounds of the readers' due times. Entries postpone the due times; only a start entry can advance them.
         self._read_due_at = self._check_due_at = -math.inf
         self._wakes_per_stream = False
-        """Redis before 7.2 answers a blocking read with only the first stream that gets an entry, even if many get one
-        at once. If two or more others had entries last time, a second, non-blocking command is sent together with the
-        blocking one and reads them, which saves both sides a wake-up."""
+        """Whether to send a second, non-blocking XREAD together with the blocking one. Redis before 7.2 answers a
+        blocking read with only one stream, even if many get entries at once. If the last reads show this for two or
+        more other streams, the second XREAD reads those, which saves both sides a wake-up."""
         self._was_single = False
 
     def __bool__(self) -> bool:
         return bool(self._open)
 
     def commands(self) -> list[_Command]:
-        """Return the XREADs to send together. With names as text, redis-py would walk the replies twice more."""
+        """Return the XREADs to send together. Names are bytes: for text, redis-py walks the replies twice more."""
         block_ms = self.block_ms()
         self._has_waited = block_ms is not None
         self._reading = dict(self._open)
@@ -175,7 +175,7 @@ class Readers:
                     yield from self._received(key, entries[again:])
 
     def _is_open(self, key: bytes, reader: "_Reader | None") -> bool:
-        """Return whether this reader is still in use. One that begins at another entry may have replaced it."""
+        """Return whether this reader is in use. Another one, which begins at another entry, may have replaced it."""
         return reader is not None and self._open.get(key) is reader
 
     def _received(self, key: bytes, entries: Any) -> Iterator[tuple[str, StreamEvent]]:
@@ -257,7 +257,7 @@ class _Reader:
             self.last_id = events[-1].entry_id
             self._entry_at = time.monotonic()
             self.ended = isinstance(events[-1], EndEvent)
-            if isinstance(events[0], StartEvent):  # it tells everything that a check would
+            if isinstance(events[0], StartEvent):  # it has all facts that a check would find
                 self._has_checked = True
                 self._set_abandon_after(events[0].abandon_after)
         return events
@@ -287,7 +287,7 @@ class _Reader:
             send_heartbeat(pipe, self.request_id)
 
     def add_check(self, pipe: Any) -> None:
-        """Add a check to a pipeline. It reads the end mark before the stream: an ended request gets no new stream."""
+        """Add a check to a pipeline. The `ended` key is read first, because an ended request gets no new stream."""
         self._checked_at = time.monotonic()
         self._has_checked = True
         pipe.exists(ended_key(self.request_id))

@@ -1,8 +1,8 @@
 """The writing side of a request's stream: claim, publish, end. The reading side is in `subscriber.py`.
 
-Redis accepts an entry only if its ID is above the stream's last, and the ID is `<attempt>-<tokens after this entry>`.
-So Redis itself rejects every duplicate and every write of a fenced worker, even if that worker has generated more
-tokens than its successor.
+Redis accepts an entry only if its ID is above the stream's last. The ID is `<attempt>-<tokens so far>`, so Redis itself
+rejects every duplicate and every write of a fenced worker: one whose request another worker has claimed. That holds
+even if the fenced worker has generated more tokens than its successor.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -135,7 +135,7 @@ def pack_writes(writes: Iterable[StreamWrite]) -> bytes:
 
 
 def unpack_writes(packed: bytes, request_ids: Collection[str]) -> list[StreamWrite]:
-    """Decode the writes of these requests only. There may be very many others."""
+    """Decode the writes of these requests only, because there may be very many others."""
     wanted = {request_id.encode() for request_id in request_ids}
     entries = (entry for entry in msgpack.unpackb(packed, raw=True) if entry[0] in wanted)
     texts = (([part.decode() for part in entry[:4]], entry[4]) for entry in entries)
@@ -252,11 +252,11 @@ class StreamWriter:
         return StreamClaim(attempt, entries, ended, losses, state == _OF_ANOTHER_MESSAGE, bool(replaced))
 
     def publish(self, writes: Iterable[StreamWrite], packed: bytes | None = None) -> dict[Attempt, WriteOutcome]:
-        """Append all entries in one round trip and return the attempts that had an entry refused.
+        """Append all entries in one round trip. Return the attempts that had an entry refused, with the reason.
 
         A stream lives `ttl_seconds` from its latest entry on. If the reply was lost, publish exactly the same writes
-        again before any newer ones: entries that Redis already has are then ignored. They would not be recognised if
-        they were merged. If an attempt was ROLLED_BACK, publish all its latest writes again, from before the gap on.
+        again before any newer ones: entries that Redis already has are then ignored. Merged writes would not be
+        recognised. If an attempt was ROLLED_BACK, publish all its latest writes again, from before the gap on.
 
         `packed` is the result of `pack_writes`, if the caller has it already.
         """
@@ -299,10 +299,10 @@ class StreamWriter:
         self._client.set(ended_key(request_id), "1", ex=self._ttl_seconds + ENDED_SECONDS)
 
     def record_engine_losses(self, losses: Mapping[str, int]) -> None:
-        """Store how many engine processes died with each request in them, those of other workers included.
+        """Store for each request how many engine processes died while they ran it, including those of other workers.
 
-        Without this, a request that kills engines would start with a count of zero at each worker. The call may be
-        repeated. Redis's errors pass through.
+        Without this record, a request that kills engines would start with a count of zero at each worker. The call may
+        be repeated. Redis's errors pass through.
         """
         with self._client.pipeline(transaction=False) as pipe:
             for request_id, count in losses.items():

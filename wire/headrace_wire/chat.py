@@ -93,7 +93,7 @@ MESSAGE: Final = Fields(
     },
     required=("role",),
 )
-"""A message. Any but an assistant's needs a content."""
+"""A message. It needs a content, unless its role is `assistant`."""
 MESSAGES: Final = ListOf(MESSAGE, "chat messages", MAX_MESSAGES, least=1)
 
 

@@ -113,7 +113,7 @@ ReturnReason: TypeAlias = Literal[
 """Why a worker returns a message to the queue. The first six do not count as a delivery; the others do."""
 
 PRIORITY_STEPS: Final = (0, 3, 6, 9)
-"""The priorities that have a list in Redis, the most urgent first. kombu sorts the others to the list before them."""
+"""The priorities that have a list in Redis, the most urgent first. kombu rounds all others down to one of these."""
 
 
 class DeadLetterReason(StrEnum):

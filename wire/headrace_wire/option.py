@@ -1,6 +1,6 @@
 """`option`: declares one option or setting as a field of a dataclass: its type, default, meaning and limits.
 
-`options_of` reads the declarations. Checks, environment variables, flags of the command line and the reference follow.
+`options_of` reads the declarations. Checks, environment variables, command line flags and the reference use them.
 """
 
 import math
@@ -31,12 +31,12 @@ def option(
     """Declare an option in the body of a dataclass. The annotation is its type.
 
     Args:
-        help: what it means. None stands for an option that is not set.
+        help: what the option means. In this text, `None:` stands for an option that is not set.
         metavar: the form of its value in text: N, NAME, JSON, `N,N` and so on.
-        least, most, above, below: limits of a number. The last two are not allowed values themselves.
+        least, most, above, below: limits of a number. `above` and `below` are not allowed values themselves.
         choices: the values that Headrace's own engine knows. Another engine has its own.
-        devices: the devices of Headrace's own engine that can do something else than the default. Empty: all.
-        elsewhere: the end of the sentence that refuses it on another device.
+        devices: the devices on which Headrace's own engine supports other values than the default. Empty: all.
+        elsewhere: the end of the error for a value that is set on another device.
         none_is_default: whether None means the default, as it may in vLLM.
         repr: whether the value is in the repr of its object. A secret must not be.
     """
@@ -61,7 +61,7 @@ def option(
 
 
 def changed(kind: type, name: str, default: T, more_help: str = "") -> T:
-    """Declare an option of a base class again, with another default. `more_help` follows its meaning there."""
+    """Declare an option of the base class `kind` again, with another default. `more_help` is appended to its help."""
     (declared,) = [found.metadata for found in fields(kind) if found.name == name]
     return field(default=default, metadata={**declared, "help": f"{declared['help']} {more_help}".rstrip()})
 
@@ -99,7 +99,7 @@ class Option:
 
     @property
     def limits(self) -> str | None:
-        """The end of the sentence that refuses a number: must be an integer of at least 1. None: all are allowed."""
+        """The end of the error for a refused number: `must be an integer of at least 1`. None: all are allowed."""
         bounds = [
             f"{words} {bound}"
             for words, bound in (
@@ -113,7 +113,7 @@ class Option:
         return f"must be {'an integer' if self.kind is int else 'a number'} {' and '.join(bounds)}" if bounds else None
 
     def allows(self, value: object) -> bool:
-        """Whether a value is a number within the limits, or the option has none."""
+        """Whether a value is a number within the limits. True if the option has no limits."""
         if self.limits is None or (value is None and self.takes_none):
             return True
         # True is an instance of int
@@ -144,7 +144,7 @@ def options_of(kind: type) -> tuple[Option, ...]:
 
 
 def problems_of(settings: Any) -> list[str]:
-    """Return a sentence for each option of an object of settings whose value is beyond its limits."""
+    """Return a sentence for each option in `settings` whose value is beyond its limits."""
     return [
         f"{found.name} {found.limits}, got {getattr(settings, found.name)!r}"
         for found in options_of(type(settings))

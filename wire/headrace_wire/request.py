@@ -1,4 +1,4 @@
-"""The keyword arguments of a request: exactly one prompt, its sampling parameters, and where it goes."""
+"""The keyword arguments of a request: exactly one prompt, its sampling parameters, the model and the adapter."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,11 +40,11 @@ FIELDS: Final[Mapping[str, Rule]] = {
 }
 """The fields that have rules of their own, besides messages and their options."""
 REQUEST_KEYS: Final = ("prompt", "prompt_token_ids", "messages", "sampling_params", "model", "lora", *CHAT_OPTIONS)
-"""The keyword arguments of the task. What a submission has besides them goes into the message's headers."""
+"""The keyword arguments of the task. Other options of a submission go into the message's headers or properties."""
 
 
 def request_problems(given: Mapping[str, Any]) -> list[str]:
-    """Return every problem of the keyword arguments. None of the values is null."""
+    """Return every problem of the keyword arguments. `given` must not contain null values."""
     problems = [
         _NO_TEMPLATE if key == "chat_template" else f"unknown key {named(key)}"
         for key in given
@@ -77,6 +77,6 @@ def _chat_problems(given: Mapping[str, Any]) -> list[str]:
 
 
 def name_problems(path: str, name: object) -> list[str]:
-    """Return the problem of a short name, such as that of a model or tenant, in a list."""
+    """Return a list with the problem of a short name, such as a model's or a tenant's; an empty list if it is valid."""
     problem = NAME.problem(path, name)
     return [problem] if problem else []

@@ -1,4 +1,4 @@
-"""The kinds of rules for one value. Each refuses a value with a sentence and describes the others as a JSON Schema."""
+"""Rules for one value. Each refuses wrong values with a sentence, and describes the right ones as a JSON Schema."""
 
 import re
 import sys
@@ -16,7 +16,7 @@ NO_LIMIT: Final = sys.maxsize
 
 
 class Rule(ABC):
-    """What a field may hold. A rule describes what JSON can carry; numbers as keys of maps are for Python alone."""
+    """The values that a field may have. The schema describes values in JSON. In Python, keys of maps may be numbers."""
 
     @abstractmethod
     def problem(self, path: str, value: Any) -> str | None:
@@ -124,7 +124,7 @@ class Text(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Pattern(Rule):
-    """A string that a regular expression matches as a whole. `words` say so: `1 to 64 of the characters A-Z`."""
+    """A string that matches a regular expression as a whole. `words` describe it: `1 to 64 of the characters A-Z`."""
 
     pattern: str
     words: str
@@ -185,7 +185,7 @@ class ListOf(Rule):
 
 @dataclass(frozen=True, slots=True)
 class OneOrMore(Rule):
-    """What the list holds, alone or in the list."""
+    """One item of the list, or the list."""
 
     listed: ListOf
 

@@ -165,7 +165,7 @@ def sampling_problems(params: Mapping[str, Any]) -> list[str]:
 
 
 def contradictions(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what contradicts itself in parameters that are valid each. An absent one has its default."""
+    """Yield the contradictions between parameters, each of which is valid by itself. An absent one has its default."""
     min_tokens, max_tokens = given.get("min_tokens", 0), given.get("max_tokens", DEFAULT_MAX_TOKENS)
     if max_tokens is not None and min_tokens > max_tokens:
         yield f"min_tokens must be at most max_tokens ({max_tokens}), got {min_tokens}"

@@ -73,7 +73,7 @@ class _Choice(Rule):
 
 @dataclass(frozen=True, slots=True)
 class _Yes(Rule):
-    """True; false would ask for nothing."""
+    """Only true: false would ask for nothing."""
 
     def problem(self, path: str, value: Any) -> str | None:
         return None if value is True else f"{path} must be true, got {shown(value)}"

@@ -41,7 +41,7 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether the value is a number that is finite as a float. An integer may be too large for one."""
+    """Return whether the value is a number that is finite as a float. An integer may be too large for a float."""
     try:
         return (is_integer(value) or isinstance(value, float)) and math.isfinite(value)
     except OverflowError:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 MAX_MODELS = 100
 """The most models with metrics, because each adds a set of series."""
 EXPORTER_PREFIX = "HEADRACE_EXPORTER"
-"""Of the environment variables."""
+"""Prefix of the environment variables."""
 _STUCK_AFTER_SECONDS = 60.0
 
 
@@ -78,7 +78,7 @@ class Exporter:
         self._interval = interval_seconds
         self._reader = QueueLevelReader(client)
         self._search: UnreadListSearch | None = UnreadListSearch(client)
-        """None if the Redis user may not search: with the shipped users, no producer can write such lists."""
+        """None if the Redis user may not search. With the users of deploy/redis, no producer can write such lists."""
         self._problem: str | None = "Redis has not been read yet"
         """Why Redis could not be read; None if it could."""
         self._warned: set[str] = set()
@@ -208,9 +208,9 @@ class Exporter:
 
 
 class RestartComparison:
-    """Compares the queues of the last poll before a restart of Redis, or a failover, with those of the first one after.
+    """Compares the number of messages before and after a restart of Redis, or a failover: in the last and first polls.
 
-    Only messages that no worker had are compared: workers end theirs while Redis is away.
+    Messages that workers had before it are left out, because workers may complete them while Redis is away.
     """
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ class RestartComparison:
         self._ready = 0
 
     def compare(self, run_id: str, models: Sequence[ModelLevels]) -> None:
-        """Take one poll. `run_id` is that of the server's process."""
+        """Record one poll. `run_id` identifies the process of the server: INFO has it."""
         ready = sum(sum(model.ready.values()) for model in models)
         if self._run_id not in (None, run_id):
             self.before, self.after = self._ready, ready + sum(model.leased for model in models)

@@ -30,7 +30,7 @@ class ServiceSampler:
 
     Args:
         client: Redis, for the levels of the queues.
-        app: Celery, for remote control; its Redis user needs access to that.
+        app: Celery, for remote control. Its Redis user needs the rights of a worker or an operator.
         answer_seconds: how long to wait for the workers' answers.
     """
 

@@ -46,7 +46,7 @@ class RunFile:
             text = path.read_text(encoding="ascii", errors="replace") if path.exists() else ""
         except OSError as error:
             raise BatchError(f"{path} cannot be read: {error.strerror}") from None
-        if not text:  # nothing was sent with an empty file: the secret is written first
+        if not text:  # then nothing was sent, because the secret is written before anything is sent
             return
         if not _SECRET.fullmatch(text):
             raise BatchError(f"{path} is not a run file: delete it, or name another output")

@@ -94,8 +94,8 @@ def status(request_id: str, redis_url: str, as_json: bool) -> None:
 def cancel(request_id: str, redis_url: str, as_json: bool) -> None:
     """Cancel the request REQUEST_ID: a queued one never runs, a running one stops at its next chunk.
 
-    Exit code 1 if it has already ended, or if its id is unknown, which means that the request has no stream, no result
-    and no message in the queue of a registered model.
+    Exit code 1 if the request has already ended, or if its id is unknown. An id is unknown if there is no stream, no
+    result and no message with it in the queue of a registered model.
     """
     with Client(redis_url) as client:
         is_known = client.is_known(request_id)

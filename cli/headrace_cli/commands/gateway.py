@@ -76,14 +76,14 @@ def gateway(redis_url: str, **flags: Any) -> None:
 
 
 def _as_expected(record: logging.LogRecord, *, is_ending: bool) -> bool:
-    """Make uvicorn's errors about answers that the shutdown has cut INFO lines, and drop none."""
+    """Change the level of uvicorn's errors about answers that the shutdown has cut to INFO. Return True: log them."""
     if is_ending and str(record.msg).startswith(_CUT_BY_SHUTDOWN):
         record.levelno, record.levelname = logging.INFO, "INFO"
     return True
 
 
 def _protocol(settings: GatewaySettings) -> type[asyncio.Protocol]:
-    """Return what uvicorn calls for each connection."""
+    """Return the factory that uvicorn calls for each connection."""
     make = partial(HttpProtocol, head_timeout=settings.head_timeout, body_timeout=settings.body_timeout)
     return cast("type[asyncio.Protocol]", make)
 

@@ -1,4 +1,4 @@
-"""Flags of commands: those that several commands share, and those of declared options."""
+"""Flags of commands: flags that several commands share, and flags that are made from declared options."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

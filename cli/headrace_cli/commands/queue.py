@@ -22,7 +22,7 @@ from headrace_cli.commands import options
 def queue() -> None:
     """List the queues, or delete the waiting requests of one.
 
-    Celery's own `celery purge`, and Flower, see only messages that no worker has sorted by tenant yet.
+    Celery's own `celery purge`, and Flower, see only new messages: workers sort the others by tenant into other keys.
     """
 
 

@@ -42,7 +42,7 @@ def worker(drain: bool, workers: tuple[str, ...], **flags: Any) -> None:
     from headrace_workers.app import create_app
 
     settings = WorkerSettings.from_env()
-    configure_logging(settings.log_level, settings.log_json)  # Celery does it later, and warns before
+    configure_logging(settings.log_level, settings.log_json)  # Celery would do it after its first warnings
     settings.engine_config()  # raises here if an option is invalid, or if the model cannot be fetched
     app = create_app(settings)
     name = f"headrace-{settings.served_name}-{os.getpid()}@{socket.gethostname()}"

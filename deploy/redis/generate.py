@@ -1,8 +1,8 @@
 """Write the users of Redis from the declared keys: `python deploy/redis/generate.py [--check]`.
 
-The names of keys come from the schemas of the broker and the gateway; what each user may do with them is declared here.
-The lines go to deploy/redis/users.acl and to docker-compose.yml. With --check nothing is written: the exit status is 1
-where a file is stale. A user that may write a key has to be one of its declared writers, and the other way round.
+The names of keys come from the schemas of the broker and the gateway. The rights of each user are declared here. The
+lines go to deploy/redis/users.acl and to docker-compose.yml. With --check nothing is written, and the exit status is 1
+if a file is stale. The users that may write a key must be exactly the key's declared writers.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ _GATEWAY: Final = (
     Rights(READ, "stream hub", "xread xrange xrevrange"),
     Rights(READ, "stream", "memory|usage"),
     Rights(READ, "headrace*", "eval_ro type exists llen lindex lrange hget hgetall hexists zcard zcount zrange"),
-    # dead letters: sent again, or deleted with what is left of their requests
+    # to requeue dead letters, or to delete them with the remaining keys of their requests
     Rights(BOTH, "dead_letters list headrace:lease:* stream ended listener engine_losses result", "eval evalsha"),
     Rights(WRITE, "ended result", "expire"),
     Rights(BOTH, "dead_letters", "lrem"),

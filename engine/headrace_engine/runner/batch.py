@@ -1,7 +1,7 @@
 """The requests that a runner knows, and the input tensors of a step.
 
-A request arrives whole once, and as deltas afterwards (`StepBatch`). It has one row of the block table for as long as
-the runner knows it.
+A request arrives whole once, and as deltas afterwards (`StepBatch`). It keeps one row of the block table while the
+runner knows it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -72,19 +72,19 @@ class StepInputs:
     sampled_ids: list[str]
     """The requests that get tokens in this step."""
     logits_indices: torch.Tensor
-    """[rows + targets]: the last token of each of these requests and the drafts after it. Then the token before each
-    prompt target."""
+    """[rows + targets]: indices of the tokens with logits. For each of `sampled_ids` its last known token and drafts,
+    then the token before each prompt target."""
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     prompt_targets: dict[str, list[int]] = field(default_factory=dict)
-    """By request: the prompt tokens whose log-probabilities are wanted."""
+    """Request id -> the prompt tokens whose log-probabilities are wanted."""
     lora_versions: list[int | None] | None = None
     """The adapter of each sequence. None if no sequence has one."""
     expected: "dict[int, ExpectedToken]" = field(default_factory=dict)
-    """By index in `input_ids`: the tokens that a step in flight draws."""
+    """Index in `input_ids` -> the token that a step in flight draws."""
     logits_start: torch.Tensor | None = None
     """[sequences + 1] int32: the first entry of each sequence in `logits_indices`, like `query_start` for tokens.
 
-    None if the indices are all tokens, or are not the last tokens of the sequences in their order."""
+    None if all tokens have logits, or if others than the last tokens of each sequence do."""
 
     def by_request(self, rows: dict[int, T], accepted: dict[str, list[int]]) -> dict[str, list[T]]:
         """Group the entries of logits rows by request, for accepted tokens only.
@@ -128,7 +128,7 @@ class ExpectedToken:
         """Store the token.
 
         Args:
-            is_other: whether it differs from the token on the device, which the next step may have used.
+            is_other: whether `token_id` differs from the token on the device, which the next step may have used.
 
         Returns:
             Whether the next step has used the wrong token, so that its token for this request is void.
@@ -291,7 +291,7 @@ class RequestBatch:
         return expected
 
     def fill_in(self, inputs: StepInputs) -> None:
-        """Replace the placeholders in the inputs of a step by tokens that have arrived."""
+        """Replace the placeholders in the inputs of a step by the tokens, which have arrived."""
         for index, expected in inputs.expected.items():
             inputs.input_ids[index] = expected.request.token_ids[expected.position]
         inputs.expected.clear()
@@ -335,7 +335,7 @@ class RequestBatch:
 
 
 def sampling_rows(prefixes: Sequence[tuple[RunningRequest, Sequence[int]]]) -> list[SamplingRow]:
-    """Return the sampling row after each prefix: the tokens of a request, followed by drafts."""
+    """Return one sampling row for each prefix. A prefix is the tokens of a request, followed by drafts."""
     drawn = [(r.seed, len(r.token_ids) + len(drafts)) for r, drafts in prefixes if not r.params.is_greedy]
     draws = iter(uniform(*zip(*drawn, strict=True)).tolist() if drawn else ())
     rows = []
@@ -365,7 +365,10 @@ def _why_no_token(request: RunningRequest) -> str:
 
 
 def _wanted_targets(request: RunningRequest, start: int, count: int) -> range:
-    """Return the positions of the prompt tokens that follow tokens `start` to `start + count`, without known ones."""
+    """Return the positions of the prompt tokens whose log-probabilities the core lacks and this step can compute.
+
+    The step computes `count` tokens from `start` on. The logits of each give the log-probability of the next token.
+    """
     assert request.num_prompt_logprobs is not None
     first = max(start + 1, request.num_prompt_logprobs + 1)
     return range(first, max(first, min(start + count + 1, request.num_prompt_tokens)))

@@ -15,8 +15,8 @@ from headrace_engine.requests.sampling_params import SamplingParams
 DRAWS: Final = "headrace-1"
 """Version of the sampling algorithm of all runners. The same logits, seed and position give the same token.
 
-Increase the number with any change of `rng.py` or `sampler.py` that gives another token. A request
-that a new worker continues for an old one may then get other tokens, and is counted as such.
+Increase the number with any change of `rng.py` or `sampler.py` that gives another token. A request that a new worker
+continues for an old one may then get other tokens. Metrics count such requests.
 """
 TokenLogprobs = list[tuple[int, float, int]]
 """For one generated token: (token id, log-probability, rank from 1). The sampled token is the first entry."""
@@ -49,10 +49,10 @@ class GrammarBitmask:
     """Which tokens the grammars of a step's requests allow."""
 
     masks: dict[str, list[bytes]]
-    """Request id -> one mask for each sampled position: that of the next token, then those after each draft token.
+    """Request id -> masks for the next token and for the token after each draft token.
 
     Bit i of byte j stands for token 8 j + i. Tokens beyond the end of a mask are not allowed. A mask excludes the
-    `suppressed_token_ids` already, so a runner does not apply those. A request without an entry is not restricted.
+    `suppressed_token_ids` already, so the runner does not apply them. A request without an entry is not restricted.
     """
 
 
@@ -98,11 +98,11 @@ class StepOutput:
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     """The drafts of the runner's draft model after the sampled tokens. Empty without a draft model."""
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-    """For the prompt tokens that follow the tokens computed in this step, from the first one that the core does not
-    have. Only for requests that asked for them."""
+    """Log-probabilities of the prompt tokens after the tokens computed in this step, except those that the core has
+    already. Only for requests that asked for them."""
     void_request_ids: list[str] = field(default_factory=list)
-    """Requests whose token differs from the one that the next step, already launched, has computed with. The next step
-    yields no token for them, and their token has to be computed again."""
+    """Requests whose token differs from the one that the next step, already launched, has used. The next step yields no
+    token for them. The scheduler schedules their token again."""
     errors: dict[str, str] = field(default_factory=dict)
     """Requests for which no token could be chosen, and why. The scheduler ends them; the others continue."""
     phase_seconds: dict[str, float] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerCapabilities:
-    """What a runner can do in one step. The scheduler honours it, so all devices share one scheduler."""
+    """What a runner can do in one step. The scheduler keeps to these limits, so all devices share one scheduler."""
 
     mixed_batches: bool = True
     """Prefill and decode may share a step."""
@@ -129,10 +129,10 @@ class RunnerCapabilities:
     max_batch: int | None = None
     """Maximum number of requests in one step."""
     logits_of_every_token: bool = True
-    """False: only the logits of the last token of a request. Prompts with log-probabilities are then computed token by
-    token."""
+    """False: the runner returns only the logits of a request's last token. The scheduler then computes prompts with
+    log-probabilities token by token."""
     verifies_drafts: bool = False
-    """Draws at several positions of a request in one step (`StepBatch.draft_token_ids`)."""
+    """The runner can draw at several positions of a request in one step (`StepBatch.draft_token_ids`)."""
     lora: bool = False
     """Each request of a step may use a different adapter. Needs `mixed_batches`."""
     launches_ahead: bool = False
@@ -168,7 +168,7 @@ class ModelInfo:
     """Name of the attention backend in use."""
     num_parameters: int
     default_sampling_params: dict[str, Any] = field(default_factory=dict)
-    """By name, for parameters that a request does not set."""
+    """Name of a sampling parameter -> its value in requests that do not set it."""
     weights: str = ""
     """`checkpoint.fingerprint` of the loaded weights. Empty if unknown."""
 
@@ -229,8 +229,8 @@ class LaunchingRunner(ModelRunner, Protocol):
     """A runner that launches a step while the device computes the previous one.
 
     A step may include the token that the previous step draws for a request. The token counts as known, and the runner
-    reads it on the device. Drafts are not possible then. Results are requested in the order of the steps: those of step
-    n before step n + 2 is launched.
+    reads it on the device. Drafts are not possible then. The core takes results in the order of the steps: those of
+    step n before it launches step n + 2.
     """
 
     def launch_model(self, batch: StepBatch) -> LaunchedStep: ...

@@ -7,7 +7,7 @@ typedef struct {
     int32_t window;      /* 0: none */
     float scale, softcap; /* softcap 0: none */
     void *k_cache, *v_cache;
-    const float *sinks; /* [num_heads] or NULL: a logit without a value in the softmax of every row */
+    const float *sinks; /* [num_heads] or NULL: one more logit in the softmax of every row, which has no value */
 } layer_args;
 
 /* The arguments that all layers of a step share. Strides are in elements; the last dimension is contiguous. */

@@ -6,7 +6,7 @@
 #define MAX_STEPS 16   /* of 32 components of a key: 512 in all */
 #define MAX_SUBUNITS 8 /* of 48 rows: keys and values are read from memory once for all of them */
 
-/* The scratch space of a thread: for all rows of a unit, but for the scores of one subunit only. */
+/* The scratch space of a thread. It has the scores of one subunit, and everything else for all rows of a unit. */
 typedef struct {
     f32x *denominator;
     float *running_max, *scores, *accumulators;
@@ -64,7 +64,7 @@ typedef struct {
     int64_t row;
 } prefetch_rows;
 
-/* Prefetches a quarter of the rows of a step. All at once would delay what is multiplied next. */
+/* Prefetches a quarter of the rows of a step. All rows at once would delay the loads for the next product. */
 static inline __attribute__((always_inline)) void prefetch_quarter(const prefetch_rows *ahead, int step, int quarter) {
     const char *first = ahead->steps[step];
     if (!first) return;

@@ -28,7 +28,7 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor
     """[tokens] int64: the slot of K/V of each token, block id * block size + offset."""
     max_query_len: int
-    """Maximum number of tokens of a sequence in this step. Kernel launches are planned from it; no tensor is read."""
+    """Maximum number of tokens of a sequence in this step. Kernel launches are planned from this, without a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class AttentionSpec:
     layers: tuple[LayerSpec, ...]
     block_size: int
     dtype: torch.dtype
-    """Of queries, keys, values and output."""
+    """The type of queries, keys, values and output."""
     cache_dtype: torch.dtype | None = None
     """The type of stored keys and values. None: `dtype`."""
 
@@ -63,7 +63,7 @@ class AttentionSpec:
 
 
 def scale_of(scaling: float | None, k_dim: int) -> float:
-    """Return the factor of attention scores: that of the model, or the default for the size of a head."""
+    """Return the factor of attention scores: the model's own, or the default for the size of a head."""
     return k_dim**-0.5 if scaling is None else float(scaling)
 
 
@@ -89,9 +89,9 @@ class AttentionBackend(Protocol):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Write K/V of this step to the cache, unless the layer reads those of another layer. Then attend causally.
+        """Write K/V of this step to the cache, unless the layer reads another layer's K/V. Then attend causally.
 
         query [tokens, heads, k_dim], key [tokens, kv_heads, k_dim], value [tokens, kv_heads, v_dim] -> [tokens, heads,
-        v_dim]. `softcap` c: scores become c * tanh(score / c). `sinks` [heads]: a logit without a value in each
-        head's softmax.
+        v_dim]. `softcap` c: scores become c * tanh(score / c). `sinks` [heads]: for each head, one more logit in the
+        softmax, which has no value.
         """

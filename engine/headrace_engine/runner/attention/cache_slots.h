@@ -33,8 +33,8 @@ static void write_token(const layer_args *l, const step_args *step, int64_t toke
     write_slot(l, slot / l->block_size * l->num_kv_heads + head, slot % l->block_size, key, value, kind_of_cache(l));
 }
 
-/* Returns whether attention writes the new token of a sequence. It does if there is only one, as it reads the rest of the block
- * anyway. It does not if the token fills the block: full blocks are shared, and another sequence may read it in this step. */
+/* Returns whether attention writes the new token of a sequence. It does if there is only one new token, because attention reads
+ * the rest of the block anyway. It does not if the token fills the block: then another sequence may read it in this step. */
 static inline int attention_writes(const layer_args *l, const step_args *step, int sequence) {
     int only = step->query_start[sequence + 1] - step->query_start[sequence] == 1;
     return step->attention_writes && only && step->seq_lens[sequence] % l->block_size;
@@ -55,8 +55,8 @@ void headrace_write_kv(const layer_args *layer, const step_args *step) {
     int64_t left = step->num_tokens;
     for (int sequence = 0; sequence < step->num_sequences; sequence++) left -= attention_writes(layer, step, sequence);
     if (!left) return;
-    /* For a few tokens a second thread is not worth its wake-up. Padding belongs to no sequence: it all has one slot, which is
-     * never read. */
+    /* For a few tokens a second thread is not worth its wake-up. Padding belongs to no sequence. All padding has one slot, which
+     * is never read. */
 #pragma omp parallel num_threads(step->num_threads) if (left >= 16)
     {
         int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();

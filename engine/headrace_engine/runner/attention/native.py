@@ -89,7 +89,7 @@ class NativeBackend:
         return elements * self._spec.block_size * self._spec.stored_dtype.itemsize
 
     def _stored(self, k_dim: int) -> int:
-        """Return the stored elements of a key: whole pairs if the kernel multiplies pairs."""
+        """Return the number of stored elements of a key, rounded up to pairs if the kernel multiplies pairs."""
         pairs = self._spec.dtype is torch.bfloat16 and self.library.headrace_attention_has_pairs()
         return k_dim + k_dim % 2 if pairs else k_dim
 

@@ -6,8 +6,8 @@
  *                                                        no horizontal sum is needed
  *   v_cache  [num_blocks][kv_heads][block_size][padded(v_dim)]
  *
- * If queries are bfloat16 and pairs of it are multiplied (PAIRS), two components of a key are adjacent, and so is the same
- * component of two values:
+ * If queries are bfloat16 and the processor multiplies pairs of bfloat16 numbers (PAIRS), two components of a key are adjacent.
+ * Of two successive values, the same components are adjacent:
  *
  *   k_cache  [num_blocks][kv_heads][(k_dim + 1) / 2][block_size][2]
  *   v_cache  [num_blocks][kv_heads][block_size / 2][padded(v_dim)][2]
@@ -75,7 +75,7 @@ add_steps(f32x sum[MAX_ROWS][MAX_COLUMNS], int rows, int columns, int packed, co
     int stride = packed ? 1 : CHUNK * LANES, column_bytes = LANES * step_bytes(kind);
     for (int k = 0; k < depth; k++) {
         const float *x = a + (packed ? k * rows : k);
-        /* Columns that share a cache line need one prefetch, and so do two steps that share one. */
+        /* Columns that share a cache line need only one prefetch. So do two steps that share a line. */
         for (int c = 0; ahead && c < columns; c += LINE / column_bytes ? LINE / column_bytes : 1)
             if (columns * column_bytes >= LINE || ahead_stride >= LINE || k % 2 == 0)
                 __builtin_prefetch(ahead[c] + k * ahead_stride, 0, 2);
@@ -162,7 +162,7 @@ static inline int locate(const attention_args *a, cursor *w, chunk *found, int f
     return from;
 }
 
-/* Chunks end at multiples of CHUNK columns wherever the first one begins. So the sums of a row are the same in every unit. */
+/* Chunks end at multiples of CHUNK columns, wherever the first chunk begins. So the sums of a row are the same in every unit. */
 static inline chunk next_chunk(const attention_args *a, cursor *w, int kind) {
     chunk found = {.first_column = w->column};
     found.num_columns = locate(a, w, &found, 0, CHUNK - w->column % CHUNK, kind);
@@ -206,8 +206,8 @@ score_chunk(const attention_args *a, const float *queries, const chunk *now, con
         }
 }
 
-/* accumulators[rows][columns] += weights . values. The accumulators stay in registers for all blocks. `single` is the pair of an
- * odd last key. */
+/* accumulators[rows][columns] += weights . values. The accumulators stay in registers for all blocks. If the number of keys is
+ * odd, `single` has the values of the last one as pairs. */
 static inline __attribute__((always_inline)) void
 accumulate_tile(int rows, int columns, const float *weights, const chunk *now, const chunk *next, int lane, int64_t v_stride,
                 int num_keys, const float *single, float *accumulators, int kind) {
@@ -303,7 +303,7 @@ pack_tile(const attention_args *a, const unit *u, float *target, int first, int 
             else target[step * rows + i] = load_scalar(a->step.query, base[i] + step, dtype) * query_scale(a);
 }
 
-/* Initialises the running maximum and denominator of each row: empty, except for the weight of a sink. */
+/* Initialises the running maximum and denominator of each row: for no keys, but with the weight of a sink. */
 static inline void begin_rows(const attention_args *a, const unit *u, int rows, float *running_max, f32x *denominator) {
     for (int row = 0; row < rows; row++) {
         float sink = a->layer.sinks ? a->layer.sinks[head_of(u, group_of(a), row)] * LOG2_E : INITIAL_MAX;
@@ -416,8 +416,8 @@ static void attend_units(const attention_args *a, const int64_t *first_unit, int
         /* After a short unit, the prefetches may be less than a chunk ahead. They would not catch up by themselves. */
         int first_ahead = oldest_column(a, &now) + CHUNK;
         if (!located || ahead.column < first_ahead) ahead = begin(a, &now, first_ahead);
-        /* The next unit is claimed early, so that its memory can be prefetched. One of the last units is not, as another thread
-         * may get to it sooner. */
+        /* The next unit is claimed early, so that its memory can be prefetched. The last units are not claimed early, because
+         * another thread may get to them sooner. */
         int early = a->step.num_threads == 1 || own.next < own.end || number + 2 * a->step.num_threads < num_units;
         following = early ? take_unit(&own, claimed) : 0;
         located = early && following < num_units;

@@ -26,7 +26,7 @@ static inline int any_above(f32x v, float bound) {
 }
 
 static inline f32x tanh_vector(f32x x) {
-    x = -max_vector(broadcast(-40.0f), -x); /* above 9 it is 1 */
+    x = -max_vector(broadcast(-40.0f), -x); /* avoids an overflow: tanh is 1 for any x above 9 */
     return 1.0f - 2.0f / (power_of_two(x * (2.0f * LOG2_E)) + 1.0f);
 }
 
@@ -66,8 +66,8 @@ static inline float later_scale(const attention_args *a, int kind) {
     return kind == PAIRS && !(a->layer.softcap > 0) ? query_scale(a) : 1.0f;
 }
 
-/* Rescales the denominator and the accumulators of a row to a new running maximum. Does nothing for a slightly larger score:
- * larger weights are summed as exactly, and a branch that is rarely taken costs nothing. */
+/* Rescales the denominator and the accumulators of a row to a new running maximum. Does nothing for a score that is only a little
+ * larger: weights above 1 are summed as exactly, and a branch that is rarely taken costs nothing. */
 static inline __attribute__((always_inline)) void
 raise_running_max(f32x found, float *running_max, f32x *denominator, float *accumulators, int v_stride) {
     if (!any_above(found, *running_max + MAX_SLACK)) return;

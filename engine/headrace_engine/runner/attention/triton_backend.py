@@ -1,7 +1,7 @@
 """Paged attention by the kernels of `triton_kernels.py`: on a GPU, or in Triton's interpreter on the CPU.
 
-The interpreter runs the same kernels with numpy, thousands of times slower, for tests. TRITON_INTERPRET=1 enables it.
-It must be set before Triton is imported.
+The interpreter runs the same kernels with numpy, thousands of times slower, for tests. The environment variable
+TRITON_INTERPRET=1 enables it, if it is set before Triton is imported.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ _MIN_DOT = 16
 _STAGES = 3
 _MAX_SPLITS = 32
 _WRITE_TOKENS = 16
-# Target number of programs for each multiprocessor when a sequence is split, so that all of them read memory.
+# Target number of programs per multiprocessor when a sequence is split, so that all multiprocessors read memory.
 _PROGRAMS_PER_PROCESSOR = 2
 # Bytes of keys and values in the pipeline stages of one program. Several decoding programs share the shared memory of a
 # multiprocessor (228 KiB on Hopper). A prefill program has most of it, besides its queries.

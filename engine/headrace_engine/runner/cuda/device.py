@@ -47,5 +47,5 @@ def keep_kernels_private(environ: MutableMapping[str, str] = os.environ) -> None
 
 
 def kv_memory(free: int, activations: int) -> int:
-    """Return the bytes for K/V, given the free bytes and those of the activations of a step."""
+    """Return the bytes for K/V, given the free bytes and the bytes for the activations of a step."""
     return max(0, int(free * _MEMORY_SHARE) - activations)

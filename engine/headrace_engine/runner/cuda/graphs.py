@@ -23,8 +23,8 @@ class DecodeGraphs:
 
     Args:
         max_num_seqs: maximum number of sequences.
-        padding: returns a step with a number of padding sequences, at the addresses that every later step of this size
-            has.
+        padding: returns a step with a given number of padding sequences. Its tensors have the addresses of every later
+            step of this size.
         forward: computes the logits of a step on the device.
     """
 
@@ -98,7 +98,7 @@ class _Captured:
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Return 1, 2, 4, then multiples of 8 up to 256 and of 16 beyond, up to `max_num_seqs`, which comes last."""
+    """Return 1, 2, 4, then multiples of 8 up to 256, then multiples of 16. The last size is `max_num_seqs`."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs + 16, 16)]
     smaller = [size for size in sizes if size < max_num_seqs]
     return [*smaller, max_num_seqs]

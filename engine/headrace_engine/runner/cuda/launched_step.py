@@ -1,4 +1,4 @@
-"""Launched steps: those with tokens still on the device, and those that the host has waited for."""
+"""Launched steps: `PendingStep` if the tokens are still on the device, `CompleteStep` if the host has them."""
 
 import time
 
@@ -8,7 +8,7 @@ from headrace_engine.runner.cuda.sampling import DrawnAhead
 
 
 class CompleteStep:
-    """Implements `LaunchedStep`."""
+    """Implements `LaunchedStep` for a step whose results are known."""
 
     is_complete = True
 
@@ -23,7 +23,7 @@ class PendingStep:
     """Implements `LaunchedStep` for a step whose tokens were drawn on the device. `result` passes them to the requests.
 
     Args:
-        expected: one for each row of `drawn`.
+        expected: the expected token of each row of `drawn`.
         output: the output of the step without its tokens.
     """
 

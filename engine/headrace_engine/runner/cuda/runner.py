@@ -151,7 +151,7 @@ class CUDARunner:
             num_padded_tokens=num_padded,
             compiled_graphs=self._graphs.num_graphs if self._graphs else 0,
             warm_up_seconds=self._warm_up_seconds,
-            # The device computes asynchronously: its time shows where the host waits, in "sample".
+            # The device computes asynchronously. Its time counts as "sample", where the host waits for it.
             phase_seconds={"prepare": prepared - started, "forward": launched - prepared},
         )
         if rows is None:

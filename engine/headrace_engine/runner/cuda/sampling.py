@@ -1,8 +1,9 @@
-"""Draws tokens on the device, without a sort and with one wait a step; the host's `sampler.py` defines the result.
+"""Draws tokens on the device, without a sort and with one wait per step. The host's `sampler.py` draws the same tokens.
 
 Greedy rows take the arg max. Rows without top-k and top-p draw from the whole vocabulary, by the inverse of the
-cumulative distribution at the host's u. Rows with one of these draw from the most likely tokens (`graph_sampling.py`).
-Where these were too few, the host draws. It also draws for rows with penalties, masks or log-probabilities.
+cumulative distribution at the host's u. Rows with top-k or top-p draw from the most likely tokens
+(`graph_sampling.py`). If these were too few, the host draws. It also draws for rows with penalties, masks or
+log-probabilities.
 """
 
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ class DrawnAhead:
 
     Args:
         drawn: on the device.
-        found: [2, rows] in pinned memory: the tokens, and whether each is the right one, once `arrived`.
+        found: [2, rows] in pinned memory: the tokens, and whether each is the right one. Valid after `arrived`.
     """
 
     def __init__(self, drawn: "_Drawn", found: torch.Tensor, arrived: torch.cuda.Event | None) -> None:
@@ -73,7 +74,7 @@ class _Drawn:
     is_exact: torch.Tensor
     """[rows] int64; 0 if the token may be wrong."""
     limited: list[int]
-    """The rows that were drawn from candidates, of which there may have been too few."""
+    """The rows that were drawn from the most likely tokens, which may have been too few."""
     logits: torch.Tensor
     """[limited, vocabulary] float32, a copy."""
     rows: list[SamplingRow]
@@ -124,7 +125,7 @@ class DeviceSampler:
     def draw_ahead(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> DrawnAhead:
         """Draw without waiting, for rows that all satisfy `draws_on_device`.
 
-        The result of the call before the previous one must have been waited for.
+        First wait for the result of the last call but one: this call uses the same buffer.
         """
         drawn = self._drawn_on_device(logits[: len(rows)], rows, set())
         self._turn = 1 - self._turn
@@ -190,7 +191,7 @@ def draw_from_all(
 ) -> torch.Tensor:
     """Draw one token for each row from the whole vocabulary: the first whose cumulative weight exceeds u times the sum.
 
-    The sum is computed in chunks, so that only their sums and one chunk need float64.
+    The sum is computed in chunks, so that only one chunk and the sums of chunks need float64.
 
     Args:
         logits: [rows, vocabulary] float32
@@ -215,5 +216,5 @@ def draw_from_all(
 
 
 def _last(weights: torch.Tensor) -> torch.Tensor:
-    """Return the last positive entry of each row, for results that rounding would put beyond the end."""
+    """Return the last positive entry of each row. It is the result if rounding passes the end of the row."""
     return weights.shape[-1] - 1 - (weights.flip(-1) > 0).int().argmax(dim=-1)

@@ -129,7 +129,7 @@ class DeviceSteps:
                 metadata.table_rows,
             )
         ]
-        # These come last, so that the addresses of the others do not depend on them.
+        # These arrays come last, so that their sizes do not change the addresses of the others.
         arrays.append(np.array(list(inputs.expected), dtype=np.int64))
         arrays.append(np.array([expected.row for expected in inputs.expected.values()], dtype=np.int64))
         if self._changes:

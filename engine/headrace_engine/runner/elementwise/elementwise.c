@@ -1,4 +1,4 @@
-/* The operations between and after the matrix products of a model, in one pass over memory each.
+/* The operations between and after the matrix products of a model. Each makes one pass over memory.
  *
  * All arithmetic is float32, for any type of the data, and is rounded once. The loops are plain C, which GCC and Clang
  * vectorise for the processor. Rows are divided among threads only if the work takes longer than waking them.
@@ -7,7 +7,7 @@
 
 #include "../native/vectors.h"
 
-#define MAX_DIM 32768           /* elements of a row; a copy of it is on the stack */
+#define MAX_DIM 32768           /* elements of a row; a copy of the row is on the stack */
 #define PARALLEL_ELEMENTS 16384  /* below this, waking a second thread costs more than it saves */
 
 static inline void load(float *restrict to, const void *from, int64_t at, int n, int dtype) {
@@ -41,8 +41,8 @@ void headrace_add_rms_norm(int dtype, int threads, int64_t rows, int dim, void *
     }
 }
 
-/* Changes the queries and keys of rows begin..end of [tokens][token_stride] in place: the first q_heads, and the k_heads after
- * them. Normalises each head if norm weights are given, then rotates its first rotary_dim elements. cosine and sine are
+/* Changes rows begin..end of [tokens][token_stride] in place: the queries (the first q_heads) and the keys (the next k_heads).
+ * Normalises each head if norm weights are given, then rotates its first rotary_dim elements. cosine and sine are
  * [tokens][rotary_dim], or NULL if positions are not encoded. */
 void headrace_norm_rope_rows(int dtype, int64_t begin, int64_t end, int64_t token_stride, int q_heads, int k_heads,
                              int head_dim, int rotary_dim, void *data, const void *q_weight, const void *k_weight,
@@ -124,7 +124,7 @@ void headrace_quantise_rows(int dtype, int threads, int64_t rows, int dim, const
     }
 }
 
-/* out[rows][dim] = values * scales[row] + bias, rounded once to the type of out; bias, of that type, may be NULL. */
+/* out[rows][dim] = values * scales[row] + bias, rounded once to the type of out. bias has that type, or is NULL. */
 void headrace_scale_rows(int dtype, int threads, int64_t rows, int dim, const float *values, const float *scales,
                          const void *bias, void *out) {
 #pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)

@@ -41,7 +41,7 @@ class ElementwiseOps(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """weight [features], of the activations' type."""
+    """A root mean square norm. `weight` [features] has the type of the activations."""
 
     weight: torch.Tensor
     eps: float

@@ -1,10 +1,10 @@
-"""Triton kernels of the passes between matrix products: one read and one write of memory each.
+"""Triton kernels for the operations between matrix products. Each kernel reads and writes its data once.
 
-Grids depend on the shapes of tensors alone, so a launch can be captured in a CUDA graph. Arithmetic is float32; each
-result is rounded to the type of the data where transformers' modules round it, so that bfloat16 gives their numbers.
+Grids depend only on the shapes of tensors, so a launch can be captured in a CUDA graph. Arithmetic is float32. Results
+are rounded to the type of the data at the same places as in transformers, so that bfloat16 gives the same numbers.
 
-Results in place are stored after a barrier. Triton may repeat a small load for threads that hold elements in another
-order, and such a load must not see what another thread has stored already.
+A kernel that changes data in place stores the result after a barrier. Triton may repeat a small load for threads that
+need the elements in another order. Without the barrier, the repeated load could read a result of another thread.
 """
 
 import triton
@@ -18,7 +18,7 @@ def _rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def add_rms_norm_kernel(
-    out_ptr,  # [rows, FEATURES], as hidden and delta
+    out_ptr,  # [rows, FEATURES], like hidden and delta
     hidden_ptr,
     delta_ptr,
     weight_ptr,
@@ -52,7 +52,7 @@ def _head_norm(x, scale, is_query, q_weight_ptr, k_weight_ptr, dims, inside, DTY
 
 @triton.jit
 def norm_rope_kernel(
-    qkv_ptr,  # [tokens, heads * HEAD_DIM and more], of which the first NUM_HEADS heads are changed in place
+    qkv_ptr,  # [tokens, at least NUM_HEADS * HEAD_DIM]; the first NUM_HEADS heads of each row are changed in place
     q_weight_ptr,  # [HEAD_DIM]
     k_weight_ptr,
     cosine_ptr,  # [tokens, 2 * HALF]
@@ -72,7 +72,7 @@ def norm_rope_kernel(
 ):
     """A program computes some heads of a token.
 
-    A head is HALF elements, the HALF that are rotated with them, and the rest.
+    A head has HALF elements, HALF elements that are rotated together with the first ones, and the rest.
     """
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)

@@ -46,7 +46,7 @@ def norm_rope(
     """Normalise and rotate the queries and keys at the front of each row, in place. See `native_ops.norm_rope`.
 
     Raises:
-        ValueError: queries alone are normalised, or keys alone, or not by one weight an element of a head.
+        ValueError: only one of queries and keys has a norm, or the weight of a norm is not [head_dim].
     """
     from headrace_engine.runner.elementwise.triton_kernels import norm_rope_kernel
 

@@ -1,1 +1,1 @@
-"""Fused decoder layers: fewer passes over memory for models whose layers are of the common kind."""
+"""Fused decoder layers: fewer passes over memory for models with layers like Llama's."""

@@ -2,7 +2,7 @@
 
     norm -> [q|k|v] -> (head norms) rope -> paged attention -> o, added -> norm -> [gate|up] -> silu * -> down, added
 
-Its parts come from the transformers layer that it replaces. `fusion.py` verifies that it computes the same.
+Its parts come from the transformers layer that it replaces. `fusion.py` verifies that both compute the same.
 """
 
 from collections.abc import Callable
@@ -125,7 +125,7 @@ class FusedDecoderLayer(nn.Module):
         return output.reshape(qkv.shape[0], -1)
 
     def _add_mlp(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor | None:
-        """Add `delta` and the output of the MLP to the residual stream, or return the latter for the caller to add."""
+        """Add `delta` to the residual stream. Add the MLP's output too, or return it for the caller to add."""
         if self.mlp is not None:
             normed = self.ops.add_rms_norm(hidden, delta, norm.weight, norm.eps)
             found = self.mlp(normed[None])
@@ -136,7 +136,7 @@ class FusedDecoderLayer(nn.Module):
         return self.down.add_to(hidden, self.gated.after_norm(hidden, delta, norm))
 
     def strip(self) -> None:
-        """Remove the original projections from the attention module, as the merged ones replace them."""
+        """Remove the original projections from the attention module, because the merged ones replace them."""
         for name in PROJECTIONS:
             delattr(self.attention, name)
 
@@ -174,7 +174,7 @@ def unsupported_reason(layer: nn.Module) -> str | None:
 
 
 def is_gated(mlp: nn.Module) -> bool:
-    """Whether an MLP has the projections of a gated one. Its activation is verified by comparison."""
+    """Whether an MLP has the projections of a gated MLP. `fusion.py` verifies its activation by comparison."""
     parts = {name for name, child in mlp.named_children() if type(child) is nn.Linear}
     return parts == set(_GATED)
 
@@ -197,7 +197,7 @@ def _gated(linear: LinearKind, gate: nn.Linear, up: nn.Linear) -> "_Gated | Nati
 
 
 def _merged(linear: LinearKind, *layers: nn.Linear) -> PreparedLinear:
-    """Return one layer whose output is the concatenation of the outputs of all."""
+    """Return one layer whose output is the concatenation of the outputs of `layers`."""
     if len(layers) == 1:
         return linear(layers[0].weight, layers[0].bias)
     biases = [layer.bias for layer in layers]

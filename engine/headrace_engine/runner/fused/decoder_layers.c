@@ -19,8 +19,8 @@
  * measured. */
 #ifdef __AVX512F__
 #define MAX_UPCOMING 4096
-/* On Intel's processors steps became slower. Their L2 is too small for the keys and values of a layer, and L3 is hardly faster
- * than memory. */
+/* None on Intel's processors, on which steps became slower. Their L2 is too small for the keys and values of a layer, and L3 is
+ * hardly faster than memory. */
 static int max_upcoming(void) { return __builtin_cpu_is("intel") ? 0 : MAX_UPCOMING; }
 #else
 #define MAX_UPCOMING 0
@@ -106,7 +106,7 @@ static void write_keys_and_values(const computation *c, const decoder_layer *l, 
     barrier(&c->m);
 }
 
-/* Computes the rest of a layer. Returns 0, or -1 if there is no memory; the same to all members. */
+/* Computes the rest of a layer. Returns 0, or -1 if there is no memory. All threads get the same result. */
 static int finish_rows(const computation *c, const decoder_layer *l, upcoming_blocks *upcoming) {
     const decoder_step *s = c->step;
     team *t = c->m.team;
@@ -119,7 +119,8 @@ static int finish_rows(const computation *c, const decoder_layer *l, upcoming_bl
     return 0;
 }
 
-/* `wanted` ascends, so no row is overwritten before it has moved: the first row moves first. On the way back, the last does. */
+/* `wanted` ascends and the first row moves first, so no row is overwritten before it has moved. On the way back, the last row
+ * moves first. */
 static void move_to_front(const decoder_step *s, void *rows, int64_t row_bytes, int64_t used_bytes) {
     for (int64_t i = 0; i < s->num_wanted; i++)
         memmove((char *)rows + i * row_bytes, (char *)rows + s->wanted[i] * row_bytes, used_bytes);
@@ -130,7 +131,7 @@ static void move_back(const decoder_step *s, void *rows, int64_t row_bytes) {
         memmove((char *)rows + s->wanted[i] * row_bytes, (char *)rows + i * row_bytes, row_bytes);
 }
 
-/* finish_rows for the wanted rows only. */
+/* Does what finish_rows does, for the wanted rows only. */
 static int finish_wanted_rows(const computation *c, const decoder_layer *l) {
     const decoder_step *s = c->step;
     int64_t element = s->dtype == FLOAT32 ? 4 : 2, hidden_bytes = l->qkv.in_features * element;

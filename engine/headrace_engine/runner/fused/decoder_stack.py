@@ -171,7 +171,7 @@ class DecoderStack(nn.Module):
             step.wanted_attention = None
             return
         assert int(inputs.logits_start[-1]) == len(inputs.logits_indices)
-        # The sequences end at the same tokens, so only the starts of their queries change. Some have no queries.
+        # Sequences keep their last tokens, so only the starts of their queries change. A sequence may have no queries.
         self._wanted_attention = StepArgs.from_buffer_copy(attention)
         self._wanted_attention.query_start = inputs.logits_start.data_ptr()
         step.wanted, step.num_wanted = inputs.logits_indices.data_ptr(), len(inputs.logits_indices)

@@ -1,7 +1,7 @@
 """Replaces decoder layers of a model by fused ones, after a check that each computes the same.
 
-The code knows no names of architectures. A layer with the usual parts and its replacement are run on a few tokens,
-including attention. The layer is replaced if the results are equal up to rounding.
+The code knows no names of architectures. It runs a layer with the usual parts and its replacement on a few tokens,
+including attention. The layer is replaced if both results are equal up to rounding.
 """
 
 import logging
@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 
 _REPORT_SECONDS = 5.0
 _PROBE_TOKENS = 12
-# Relative error of what a layer adds to the residual stream. A missing or different part causes a much larger error,
-# and another order of rounding a much smaller one.
+# Maximum relative error of what a layer adds to the residual stream. A missing or different part causes a much larger
+# error, and another order of rounding a much smaller one.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.04}
 
 
@@ -172,7 +172,7 @@ def _plain_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention over one sequence. It has no windows and caps, for the layer and its replacement alike."""
+    """Causal attention over one sequence. Both the layer and its replacement use it, so it needs no windows."""
     output = nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )

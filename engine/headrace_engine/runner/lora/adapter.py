@@ -24,7 +24,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _MAX_PROBLEMS_SHOWN = 12
 _PREFIX = "base_model.model."
 _TENSOR_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])(\.default)?\.weight")
-# Settings that must be absent or empty, with their meaning for the error.
+# Settings that must be absent or empty, with the words for them in the error.
 _UNSUPPORTED = {
     "use_dora": "DoRA",
     "modules_to_save": "fully trained modules",
@@ -58,7 +58,7 @@ class LoRAWeights:
 
 
 Adapter = dict[str, LoRAWeights]
-"""By the name of the layer in the model."""
+"""Name of a layer in the model -> its weights."""
 
 
 def read_adapter(request: LoRARequest, targets: Mapping[str, Target], *, max_rank: int, dtype: torch.dtype) -> Adapter:
@@ -218,7 +218,7 @@ def _layer(
     alpha = _setting(config, "lora_alpha", "alpha_pattern", module)
     scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     down, up = weights.get_tensor(names["A"]), weights.get_tensor(names["B"])
-    # Scaled before it is rounded to the type of the model. Transposed once, as every step needs it.
+    # B is scaled before it is rounded to the type of the model. Both are transposed here, once for all steps.
     return LoRAWeights(down.t().to(dtype).contiguous(), (up.float() * scaling).t().to(dtype).contiguous())
 
 

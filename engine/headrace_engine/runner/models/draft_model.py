@@ -1,9 +1,9 @@
 """A smaller model that drafts the next tokens of the served one.
 
-It has K/V of its own in blocks of the same ids, so the scheduler allocates once for both. In every step it first
-computes the tokens that the served model has computed, then continues alone, one token at a time. It draws with the
-parameters of the request and the same u for each position: if both models have the same distribution, they draw the
-same token.
+It has its own K/V memory, with the same block ids, so the scheduler allocates blocks once for both models. In every
+step it first computes the tokens that the served model has computed, then continues alone, one token at a time. It
+draws with the parameters of the request and the same u for each position. So both models draw the same token if their
+distributions are equal.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,15 @@ from headrace_engine.runner.sampling.sampler import NO_TOKEN, draw_tokens
 
 
 class DraftModel:
-    """
+    """Drafts tokens with a second `PagedModel`.
+
     Args:
-        config: with `speculative` of method draft_model.
+        config: its `speculative` has the method draft_model.
         served: the model that verifies the drafts.
 
     Raises:
         ModelLoadError: the draft model cannot be loaded.
-        ConfigError: it has another vocabulary, or positions for fewer tokens.
+        ConfigError: the draft model has another vocabulary, or positions for fewer tokens.
     """
 
     def __init__(self, config: EngineConfig, served: ModelInfo) -> None:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_generation_config(config: ModelConfig, own: GenerationConfig | None) -> GenerationConfig | None:
-    """Return the generation config that the options name. `own`: that of the model. Raises ModelLoadError."""
+    """Return the generation config that the options name. `own` is the model's config. Raises ModelLoadError."""
     if config.generation_config in ("auto", "vllm"):
         return own
     folder = config.generation_config
@@ -31,7 +31,9 @@ def read_generation_config(config: ModelConfig, own: GenerationConfig | None) ->
 
 
 def eos_token_ids(generation: GenerationConfig | None, hf_config: Any, model: str) -> list[int]:
-    """Return the end tokens of the generation config, or of the model config if it names none, and of a GGUF file.
+    """Return the end tokens of the generation config, or of the model config if the former names none.
+
+    A GGUF file adds its own end tokens.
 
     A token outside the vocabulary can never be drawn. It is ignored with a warning.
     """

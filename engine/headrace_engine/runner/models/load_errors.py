@@ -29,7 +29,7 @@ _MAY_PASS = {
     errno.ESTALE,
     errno.ETIMEDOUT,
 }
-# The words of torch and safetensors, whose errors have no numbers.
+# Words in the messages of torch and safetensors, whose errors have no error numbers.
 _MAY_PASS_WORDS = ("memory", "unable to mmap", "can't start new thread", "i/o error", "input/output error", "cuda")
 
 

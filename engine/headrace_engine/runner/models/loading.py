@@ -140,10 +140,10 @@ def _without_holding(method: Any) -> Any:
 
 
 def resolve_dtype(config: ModelConfig, hf_config: Any, *, computes_bfloat16: bool = True) -> torch.dtype:
-    """Return the type of the option, otherwise that of the checkpoint. bfloat16 if the checkpoint has another type.
+    """Return the type of the weights: the option's, or the checkpoint's, or bfloat16 if that type is not supported.
 
     Args:
-        computes_bfloat16: whether the device computes bfloat16 faster than float32. Otherwise the default is float32.
+        computes_bfloat16: whether the device computes bfloat16 faster than float32. If not, the default is float32.
     """
     if config.dtype != "auto":
         return _DTYPES[config.dtype]
@@ -156,7 +156,7 @@ def resolve_dtype(config: ModelConfig, hf_config: Any, *, computes_bfloat16: boo
 
 
 def resolve_max_model_len(config: ModelConfig, hf_config: Any) -> int:
-    """Return the option, otherwise the length of the model without length-dependent scaling."""
+    """Return the option, or by default the model's limit, without the part that needs length-dependent scaling."""
     text_config = hf_config.get_text_config()
     limit: int | None = getattr(text_config, "max_position_embeddings", None)
     if config.max_model_len is None or config.max_model_len == FITTING_LENGTH:

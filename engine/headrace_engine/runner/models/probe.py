@@ -1,8 +1,8 @@
 """Determines the attention layers of a loaded model by running it on a few tokens.
 
-The code knows no names of architectures. The runs show three things: which attention layers a forward pass calls, and
-their shapes; the mask of each layer; and whether anything other than attention passes information between tokens. A
-model that the paged runner would compute wrongly is refused, with the reason.
+The code knows no names of architectures. The runs show which attention layers a forward pass calls, their shapes and
+their masks. They also show whether anything other than attention passes information between tokens. A model that the
+paged runner would compute wrongly is refused, with the reason.
 """
 
 import inspect
@@ -19,12 +19,13 @@ from headrace_engine.runner.attention.backend import LayerSpec
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-# Arguments of transformers' models for their attention function. The backends support the first ones. The second ones
-# have no effect on inference. Any other argument would be lost.
+# Arguments that transformers' models pass to the attention function. The backends support the first set. The second set
+# has no effect on inference. Any other argument would be lost.
 _HONOURED = {"scaling", "softcap", "s_aux", "sliding_window", "is_causal"}
 _IRRELEVANT = {"dropout", "position_ids", "cache_position"}
 
-# Rows of the second run: 3 and 4 have the same token and position, 0 the same token at another position; 2 is NaN.
+# Rows of the second run. The embedding of row 2 is NaN. Rows 3 and 4 have the same token and position. Row 0 has the
+# same token as these at another position.
 _POISONED, _SAME, _OTHER = 2, (3, 4), 0
 
 
@@ -110,7 +111,7 @@ def inspect_model(model: PreTrainedModel, max_model_len: int) -> ModelLayout:
 
 
 class _RefusedError(Exception):
-    """The reason, which completes the sentence "<model> cannot be served: it ..."."""
+    """The model is refused. The message completes the sentence "<model> cannot be served: it ..."."""
 
 
 def _run_with_masks(model: PreTrainedModel, max_model_len: int) -> tuple[_Recorder, bool]:
@@ -292,6 +293,6 @@ def _check_positions_are_taken(calls: list[_Call]) -> None:
             rows = tensor[0].transpose(0, 1).float()
             apart = (rows[_SAME[0]] - rows[_SAME[1]]).abs().max()
             moved = (rows[_SAME[0]] - rows[_OTHER]).abs().max()
-            # a dependence on rows would show: 3 and 4 are one row apart, 0 and 3 are three rows apart
+            # if only the row counted, rows 3 and 4 (one apart) would differ by a third of what rows 0 and 3 differ
             if apart > 0.02 * rows[_SAME[0]].abs().max() and apart > 0.2 * moved:
                 raise _RefusedError("takes a token's place in the row for its position and ignores position_ids")

@@ -48,7 +48,8 @@ def fix_length_dependent_rope(model: nn.Module, config: ModelConfig, max_model_l
     """Fix every length-dependent rotary embedding of the model for sequences of up to `max_model_len` tokens.
 
     `longrope` uses the long factors for all requests if a sequence may exceed the original length, otherwise the short
-    ones (as in vLLM). `dynamic` has a different base for every length, and is served without scaling only.
+    ones (as in vLLM). `dynamic` has a different base for every length, so it is served only up to the length without
+    scaling.
 
     Raises:
         ConfigError: `max_model_len` exceeds the length from which `dynamic` scaling changes with every token.

@@ -24,8 +24,8 @@ TILE_ROWS = 64
 def split(inputs: StepInputs) -> Iterator[tuple[StepInputs, torch.Tensor]]:
     """Yield the tiles of a step in order, each with the indices of its wanted rows, [2, rows] int64.
 
-    The indices are those among the logits of the step, and those in the tile. A tile with a wanted row computes logits
-    of all its rows, so that the last product has a fixed shape too.
+    The first indices count among the logits of the step, the second in the tile. A tile with a wanted row computes the
+    logits of all its rows, so that the last product has a fixed shape too.
     """
     num_tokens = len(inputs.input_ids)
     for start in range(0, num_tokens, TILE_ROWS):

@@ -109,7 +109,7 @@ def draw(logits: torch.Tensor, sampling_values: torch.Tensor, top_k: torch.Tenso
     is_kept = kept_weights > 0
     goal = u * kept_weights.sum(dim=-1, keepdim=True)
     reached = torch.where(is_kept & (cumulative > goal), ids, vocab_size).amin(dim=-1)
-    last = torch.where(is_kept, ids, 0).amax(dim=-1)  # u is so close to 1 that rounding passed the end
+    last = torch.where(is_kept, ids, 0).amax(dim=-1)  # for a u so close to 1 that rounding passes the end
     drawn = torch.minimum(reached, last)
     tokens = torch.where(is_greedy[:, 0], logits.argmax(dim=-1).to(torch.int32), drawn)
     return Drawn(tokens, is_exact[:, 0].to(torch.int32))

@@ -1,4 +1,4 @@
-"""Calls the operator's logits processors: one function for each request, whose failure affects no other."""
+"""Calls the operator's logits processors: one function for each request. Its failure affects no other request."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Process = Callable[[Sequence[int], Sequence[int], torch.Tensor], torch.Tensor]
 class RequestProcessors:
     """All processors of one request, in order.
 
-    An exception fails only this request: its row has no token that could be drawn.
+    An exception fails only this request: its row of logits then allows no token.
     """
 
     def __init__(self, processes: Sequence[tuple[str, Process]]) -> None:
@@ -72,7 +72,7 @@ def _raising(error: Exception) -> Process:
 
 
 def _log_failure(name: str, error: Exception) -> None:
-    """Return where it failed, without its message, which may quote the text of a user."""
+    """Log where a processor failed. Omit the message of the error, which may quote the text of a user."""
     logger.error("logits processor %s failed at\n%s", name, raised_at(error))
 
 

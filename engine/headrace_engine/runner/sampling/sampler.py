@@ -29,7 +29,7 @@ class TokenRules:
         self._allowed = _ids(params.allowed_token_ids) if params.allowed_token_ids is not None else None
         self._banned = _ids([word[0] for word in bad_words_token_ids if len(word) == 1])
         self._endings: dict[int, list[tuple[list[int], int]]] = {}
-        """Bad words of several tokens, by their second to last token: all tokens but the last, and the last."""
+        """Second to last token of a bad word -> (all its tokens but the last, its last token)."""
         for word in bad_words_token_ids:
             if len(word) > 1:
                 self._endings.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
@@ -42,7 +42,7 @@ class TokenRules:
         return bool(self._endings)
 
     def apply(self, logits: torch.Tensor, output_token_ids: Sequence[int]) -> None:
-        """logits: [vocabulary] float32."""
+        """Change the logits of a request, [vocabulary] float32, in place."""
         if self._allowed is not None:
             kept = logits[self._allowed]
             logits.fill_(float("-inf"))
@@ -70,7 +70,7 @@ def _ids(token_ids: Sequence[int]) -> torch.Tensor:
 
 NO_TOKEN = -1
 """The result for a row whose rules allow no token."""
-# Most rows with top-p keep far fewer tokens. A row that keeps more is sorted completely.
+# For top-p, only so many of the most likely tokens are sorted. If a row keeps more, which is rare, all are sorted.
 _PARTIAL_SORT = 1024
 _LARGEST = torch.finfo(torch.float32).max
 # A logits processor or an extreme penalty may set infinity, which softmax would turn into NaN.
@@ -102,7 +102,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int]
 
     Args:
         logits: [rows, vocabulary], any float type; not changed.
-        rows: one entry a row of logits.
+        rows: one entry per row of logits.
 
     Returns:
         The token ids (`NO_TOKEN` if none is allowed), and by row index the log-probabilities that rows asked for.
@@ -139,7 +139,7 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
         return native_ops.argmax(logits)
     if logits.dtype is not torch.bfloat16:
         return torch.from_numpy(logits.numpy().argmax(axis=-1))  # ten times as fast as torch
-    # Positive numbers have the order of their bits. Conversion of all numbers first would take ten times as long.
+    # Positive numbers have the same order as their bits. Converting all numbers first would take ten times as long.
     bits = logits.view(torch.int16).numpy()
     found = bits.argmax(axis=-1)
     others = np.flatnonzero(np.take_along_axis(bits, found[:, None], axis=-1)[:, 0] <= 0)
@@ -199,7 +199,7 @@ def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[torch.Te
         for index in changed
         if rows[index].suppressed_token_ids or rows[index].rules or rows[index].processor or rows[index].grammar_mask
     ]
-    alive = logits[masked].amax(dim=-1) > float("-inf")  # also for NaN
+    alive = logits[masked].amax(dim=-1) > float("-inf")  # False for NaN too
     return logits, [index for index, lives in zip(masked, alive.tolist(), strict=True) if not lives]
 
 
@@ -223,7 +223,7 @@ def _penalise(logits: torch.Tensor, row: SamplingRow) -> None:
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    # A float64 beyond float32 would become infinite, and suppressed tokens NaN. An integer may not fit in int64.
+    # A temperature beyond float32 would become infinite and make suppressed tokens NaN. An int may not fit in int64.
     column = torch.tensor([min(float(row.params.temperature), _LARGEST) for row in rows])[:, None]
     logits = logits / column
     min_p = torch.tensor([row.params.min_p for row in rows])[:, None]
@@ -237,7 +237,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     u = torch.tensor([row.u for row in rows], dtype=torch.float64)[:, None]
     # The first token whose cumulative probability exceeds u. A token of probability 0 is never drawn.
     tokens = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)[:, 0]
-    # u is so close to 1 that rounding passed the end: take the last token with a probability
+    # if u is so close to 1 that rounding passed the end: take the last token with a positive probability
     last = probs.shape[-1] - 1 - (probs.flip(-1) > 0).int().argmax(dim=-1)
     return torch.minimum(tokens, last)
 

@@ -37,7 +37,7 @@ class DecoderSpec:
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """Queries and keys are normalised before they are rotated (Qwen3)."""
+    """Whether queries and keys are normalised before they are rotated (Qwen3)."""
 
 
 class RMSNorm(nn.Module):
@@ -68,7 +68,7 @@ class AttentionInputs:
     """[rows, tokens, 1, head_dim]"""
     sin: torch.Tensor
     masks: dict[int | None, torch.Tensor]
-    """For each window: the positions that a token sees, [rows, 1, 1, tokens, context] bool."""
+    """Window -> the positions that a token sees, [rows, 1, 1, tokens, context] bool."""
 
 
 class Attention(nn.Module):
@@ -117,7 +117,7 @@ class Attention(nn.Module):
         return projected
 
     def _read(self, cache: torch.Tensor, inputs: AttentionInputs, rows: int) -> torch.Tensor:
-        """[rows, kv_heads, 1, context, dim]"""
+        """Return keys or values of the context, [rows, kv_heads, 1, context, dim]."""
         found = cache.index_select(0, inputs.table)
         return found.view(rows, -1, self._num_kv_heads, self._dim).transpose(1, 2)[:, :, None]
 
@@ -232,7 +232,7 @@ class StaticDecoder(nn.Module):
         hidden = self.model.embed_tokens(tokens[0])
         for layer in self.model.layers:
             hidden = layer(hidden, inputs)
-        # one of them is 1: a chunk of one request, or one token of several requests
+        # there is either one row (a chunk of one request) or one token in each row
         last = hidden[:, 0] if num_tokens == 1 else hidden[0].index_select(0, rows[:, 0])
         logits = self.lm_head(self.model.norm(last)).float()
         drawn = draw(logits, sampling_values, rows[:, 1])
@@ -245,10 +245,7 @@ class StaticDecoder(nn.Module):
         keys = torch.arange(context, device=positions.device, dtype=torch.int32)
         own = positions[:, None, None, :, None]
         causal = keys <= own
-        return {
-            window: causal if window is None else causal & (keys > own - window)  #
-            for window in self._windows
-        }
+        return {window: causal if window is None else causal & (keys > own - window) for window in self._windows}
 
 
 def _rotate(x: torch.Tensor, inputs: AttentionInputs) -> torch.Tensor:

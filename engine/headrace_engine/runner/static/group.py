@@ -38,7 +38,7 @@ class Kind(IntEnum):
 
 
 class Group:
-    """The group of ranks, as one of them sees it.
+    """One rank's connection to all ranks.
 
     Args:
         backend: the backend of torch.distributed for the collectives within a step.
@@ -138,6 +138,6 @@ def _start(config: EngineConfig, rank: int, port: int) -> "subprocess.Popen[byte
         env=environ,
     )
     assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin:  # that it has ended is noticed when its answer is read
+    with suppress(BrokenPipeError), process.stdin:  # if the process has ended, reading its answer shows it
         process.stdin.write(msgpack.packb(config.to_wire()))
     return process

@@ -86,7 +86,7 @@ class ShapeGrid:
             Shape(1, tokens, blocks)
             for shorter, tokens in zip([1, *self.prefill], self.prefill, strict=False)
             for blocks in self.blocks
-            # one token is a decode step; a context that a shorter chunk fills has no chunk that needs this bucket
+            # a step of one token is a decode step; a context no longer than the next smaller bucket fits that bucket
             if tokens > 1 and blocks * self._block_size > shorter
         ]
         return found + [Shape(rows, 1, blocks) for rows in self.decode for blocks in self.blocks]
@@ -147,7 +147,7 @@ def pad(
     count = len(metadata.seq_lens)
     slots = metadata.slot_mapping.numpy()
     arrays = inputs.tokens.numpy()
-    # there is one row, or each row has one token: so a packed batch fills the array from its start
+    # either there is one row, or each row has one token: in both cases a packed batch fills the array from its start
     flat = np.stack([packed.input_ids.numpy(), packed.positions.numpy(), slots // block_size, slots % block_size])
     arrays.reshape(4, -1)[:, : flat.shape[1]] = flat
     rows = inputs.rows.numpy()

@@ -41,7 +41,7 @@ class ModelShard:
                 reduce=group.reduce if group else None,
             )
         self.num_parameters = sum(parameter.numel() for parameter in self.decoder.parameters())
-        """On this rank."""
+        """Number of parameters on this rank."""
 
     @property
     def bytes_per_block(self) -> int:

@@ -24,7 +24,7 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
-# The dimension of a weight that is divided among the ranks. All other parameters are replicated.
+# Weights that are divided among the ranks, by their output or input dimension. All other parameters are replicated.
 _BY_OUTPUT = ("q_proj.", "k_proj.", "v_proj.", "gate_proj.", "up_proj.")
 _BY_INPUT = ("o_proj.weight", "down_proj.weight")
 
@@ -141,7 +141,7 @@ def load_decoder(
 
 
 def _part(slices: Any, name: str, rank: int, num_ranks: int) -> torch.Tensor:
-    """Read the part of a tensor that this rank needs, and only that."""
+    """Read only the part of a tensor that this rank needs."""
     shape = slices.get_shape()
     if num_ranks > 1 and any(mark in name for mark in _BY_OUTPUT):
         size = shape[0] // num_ranks

@@ -1,7 +1,7 @@
-"""LoRA adapters in vLLM, for Headrace's `LoRAManager`, which decides which are loaded and counts who uses them.
+"""LoRA adapters in vLLM. Headrace's `LoRAManager` decides which adapters are loaded, and counts their users.
 
 vLLM reads an adapter between two steps, in the thread that computes steps. Its runner v2 keeps adapter ids in 32 bits.
-Headrace's ids have 48, so each adapter gets a small number here.
+Headrace's ids have 48 bits, so each adapter gets a small number here.
 """
 
 import itertools
@@ -80,5 +80,5 @@ class LoadedAdapters:
                 done.set_result(None)
 
     def of(self, version: int) -> VLLMLoRARequest:
-        """Return the adapter for a request of vLLM."""
+        """Return vLLM's description of a loaded adapter, for a request."""
         return self._loaded[version]

@@ -54,4 +54,4 @@ if __name__ == "__main__":
     status = run(_make_core, int(sys.argv[1]), int(sys.argv[2]))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # threads of vLLM and of OpenMP are not waited for
+    os._exit(status)  # does not wait for threads of vLLM and OpenMP

@@ -39,7 +39,7 @@ class VLLMCore:
     """vLLM's engine for one model.
 
     Raises:
-        ConfigError, ModelLoadError: it cannot be had.
+        ConfigError, ModelLoadError: vLLM cannot serve the model with these options.
     """
 
     def __init__(self, config: "EngineConfig", version: str) -> None:
@@ -61,7 +61,7 @@ class VLLMCore:
         self._running: dict[str, HeldRequest] = {}
         """Requests by Headrace's id."""
         self._ids: dict[str, str] = {}
-        """Headrace's ids by vLLM's."""
+        """vLLM's request id -> Headrace's."""
         self._answers: list[EngineCoreOutput] = []
         """Outputs that need no step, such as refusals."""
         self._adapters = LoadedAdapters(self._client, lambda: self.wake())
@@ -108,7 +108,7 @@ class VLLMCore:
                 self._answers.append(answer)
                 _release(lora)
                 return
-        # checked before, when the request was submitted; but a request over a limit would end vLLM
+        # the client has checked this already, but a request over a limit would end vLLM
         problems = self._checks.problems(message.sampling_params, message.bad_words_token_ids)
         refusal = "; ".join(problems) or self._queue_in_vllm(message, lora)
         if refusal:
@@ -182,7 +182,7 @@ class VLLMCore:
     def has_work(self) -> bool:
         if self._answers or self._adapters.has_tasks or (self._loras is not None and self._loras.may_be_ready):
             return True
-        # the next step removes ended requests from vLLM's runner; the results of steps in flight must be read
+        # a step also removes ended requests from vLLM's runner, and reads the results of steps in flight
         return bool(self._scheduler.has_requests() or self._client.engine_core.batch_queue)
 
     def step(self) -> EngineCoreOutputs:

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _TEMPERATURES: Final = (0.01, 2.0)
-"""Limits above 0. vLLM raises lower ones to 0.01 (`vllm.sampling_params._MAX_TEMP`) and refuses more than 2."""
+"""Limits of temperatures above 0. vLLM raises lower ones to 0.01 (`vllm.sampling_params._MAX_TEMP`), and refuses those
+above 2."""
 _V2_TOKEN_IDS: Final = 1024
 _V2_STOP_TOKEN_IDS: Final = 128
-"""Runner v2 has arrays of these sizes (vllm/v1/worker/gpu/sample/logit_bias.py), and more entries end the engine."""
+"""Runner v2 has arrays of these sizes (vllm/v1/worker/gpu/sample/logit_bias.py). More entries would end the engine."""
 
 
 def model_info(engine: "LLMEngine", config: "EngineConfig") -> ModelInfo:
@@ -51,7 +52,7 @@ def capabilities(engine: "LLMEngine", config: "EngineConfig", version: str, exac
     """Return what the engine can do.
 
     Args:
-        exact: the result of `probe`.
+        exact: the result of `probe.exact_resume`.
     """
     vllm_config = engine.vllm_config
     runner = startup.runner_version(engine)
@@ -59,7 +60,7 @@ def capabilities(engine: "LLMEngine", config: "EngineConfig", version: str, exac
     lora, grammars = config.lora is not None, not config.model.skip_tokenizer_init
     limits: dict[str, Any] = _limits_of_v2() if runner == 2 else {}
     return EngineCapabilities(
-        # whether a draft is accepted depends on where steps end, and so do the draws
+        # with drafts, the draws depend on where steps end, because the acceptance of a draft does
         draws=None if drafts else draws_name(version, runner, current_platform.device_type),
         exact_resume="greedy" if drafts else exact,
         version=version,

@@ -37,7 +37,7 @@ class Grammars:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the compiler has been created, or has failed to be."""
+        """Whether the creation of the compiler has succeeded or failed."""
         return self._compiler is not None or self._failure is not None
 
     def load(self) -> None:
@@ -49,9 +49,9 @@ class Grammars:
                 self._failure = GrammarError(f"the compiler of grammars could not be created: {error}")
 
     def of(self, message: EngineCoreRequest) -> StructuredOutputsParams | None:
-        """Return the grammar of a request; None if it has none.
+        """Return the grammar of a request, or None if the request has none.
 
-        Raises GrammarError if it cannot be expressed, or if the tokenizer cannot be used with grammars.
+        Raises GrammarError if the grammar cannot be expressed, or if the tokenizer cannot be used with grammars.
         """
         params = message.sampling_params.structured_outputs
         if params is None:

@@ -12,8 +12,8 @@ _ABOUT_SCHEDULERS: Final = "vllm.config.scheduler"
 class WithoutRequests(logging.Filter):
     """Removes the values from messages of other packages once requests are served.
 
-    A message with arguments keeps its template. One without arguments may have been formatted before: only its logger
-    and line number are kept. Of an exception, the type is kept.
+    A message with arguments keeps its template. A message without arguments may contain values already: only its logger
+    and line number are kept. Of an exception, only the type is kept.
     """
 
     def __init__(self) -> None:

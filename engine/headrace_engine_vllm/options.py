@@ -28,7 +28,7 @@ _LEFT_OUT: Final = {
     "logits_processors": "vLLM's logits processors have another interface",
 }
 _OTHER_VALUES: Final = ("block_size", "attention_backend")
-"""vLLM has options of these names, with other values."""
+"""vLLM has options with these names too, but takes other values."""
 _RESERVED: Final = {
     "scheduler_cls": "Headrace resumes requests in a scheduler of its own",
     "worker_extension_cls": "Headrace resumes requests in an extension of its own",
@@ -61,11 +61,14 @@ _HEADRACES: Final = {
     ),
     "kv_cache_memory_bytes": "kv_cache_memory",  # it removes VLLM_CPU_KVCACHE_SPACE, which would take precedence
 }
-"""Options that Headrace reads too, so they must be given as Headrace's options. Their names there, if these differ."""
+"""vLLM's options that Headrace reads too -> the name in Headrace, None if it is the same.
+
+They must be given as Headrace's options, not in `engine_args`.
+"""
 
 
 def problems(args: "EngineArgs") -> list[str]:
-    """Return one message for each option that vLLM lacks. What vLLM itself refuses, the child reports."""
+    """Return one message for each option that vLLM lacks. The child reports the options that vLLM itself refuses."""
     return [*_unknown_to_vllm(args), *_reserved(args.engine_args)]
 
 

@@ -31,7 +31,7 @@ _SAME: Final = (
 )
 _NO_SEED: Final = -1
 _REASONS: Final = tuple(FinishReason(name) for name in ("stop", "length", "abort", "error", "repetition"))
-"""Indexed by vLLM's numbers for them."""
+"""In the order of vLLM's numbers for finish reasons."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def output_of(request: HeldRequest, theirs: "VLLMOutput", eos_token_ids: frozens
     if theirs.new_logprobs is not None:
         lists, wanted = theirs.new_logprobs, request.message.sampling_params.logprobs
         positions = _positions(lists.logprob_token_ids, lists.logprobs, lists.sampled_token_ranks)
-        # vLLM returns to all requests of a batch as many as the largest one asked for. -1 asks for all.
+        # vLLM returns the same number of entries for all requests of a batch, the largest one asked for. -1: all.
         output.logprobs = positions if wanted == -1 else [_likeliest(position, wanted or 0) for position in positions]
     if theirs.new_prompt_logprobs_tensors is not None:
         output.prompt_logprobs = _positions(*theirs.new_prompt_logprobs_tensors[:3])
@@ -89,7 +89,7 @@ def output_of(request: HeldRequest, theirs: "VLLMOutput", eos_token_ids: frozens
         output.finish_reason = _REASONS[theirs.finish_reason]
         output.stop_reason = _stop_reason(request, theirs.stop_reason, eos_token_ids)
         if output.finish_reason is FinishReason.ERROR:
-            output.new_token_ids, output.logprobs = [], None  # the grammar does not allow them
+            output.new_token_ids, output.logprobs = [], None  # the grammar does not allow these tokens
             output.error = _why_it_failed(request)
     return output
 
@@ -123,7 +123,7 @@ def _likeliest(position: "TokenLogprobs", count: int) -> "TokenLogprobs":
 
 
 def _position(ids: list[int], logprobs: list[float], rank: int) -> "TokenLogprobs":
-    """Return the drawn token, then the other likeliest ones. The rank of these is their position."""
+    """Return the drawn token, then the other likeliest tokens. The position of these is their rank."""
     others = zip(ids[1:], logprobs[1:], strict=True)
     return [(ids[0], logprobs[0], rank)] + [
         (token_id, logprob, place) for place, (token_id, logprob) in enumerate(others, 1) if token_id != ids[0]

@@ -1,1 +1,1 @@
-"""What runs inside vLLM: a scheduler that can resume requests, extensions of its ranks, and what its steps report."""
+"""Code that runs inside vLLM: a scheduler that can resume requests, extensions of its ranks, and step statistics."""

@@ -39,7 +39,7 @@ class ResumingScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.emitted: dict[str, list[int]] = {}
-        """Tokens of earlier attempts, by vLLM's id. Only of requests that are being added."""
+        """vLLM's request id -> tokens of an earlier attempt, while the request is being added."""
         self.steps: list[ScheduledStep] = []
         """Steps since the last `take_steps`."""
 
@@ -64,7 +64,7 @@ class ResumingScheduler(Scheduler):
                 raise ValueError("the grammar does not allow the tokens that an earlier attempt has emitted")
             return grammar
 
-        # The same pool compiles the grammar, and takes tasks in order: it is being compiled, or is ready, by then.
+        # The pool that compiles the grammar takes its tasks in order, so `advanced` runs after the compilation started.
         outputs.grammar = self.structured_output_manager.executor.submit(advanced)
 
     def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":
@@ -105,7 +105,7 @@ class ResumingScheduler(Scheduler):
 
 
 class ResumingAsyncScheduler(ResumingScheduler, AsyncScheduler):
-    """The same for async scheduling. With `Scheduler` as its base, steps would not overlap."""
+    """A `ResumingScheduler` for async scheduling. Steps overlap only with vLLM's `AsyncScheduler` as a base."""
 
 
 _EXTENDED: Final[dict[type, Callable[..., Any]]] = {
@@ -115,7 +115,7 @@ _EXTENDED: Final[dict[type, Callable[..., Any]]] = {
 
 
 def resuming(base: type) -> Callable[..., Any]:
-    """Return the scheduler that extends the one of vLLM's choice. Raises ConfigError if there is none."""
+    """Return the extended scheduler for vLLM's scheduler class `base`. Raises ConfigError if there is none."""
     if base not in _EXTENDED:
         name = f"{base.__module__}.{base.__name__}"
         raise ConfigError(f"vLLM chooses the scheduler {name}, which cannot resume requests")

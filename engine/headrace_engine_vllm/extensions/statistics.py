@@ -32,7 +32,7 @@ WITH_DRAFTS: Final = ("drafted_per_position", "accepted_per_position")
 
 
 def add_scheduled(stats: StepStats, steps: "Iterable[ScheduledStep]") -> None:
-    """Add the work that was scheduled since the last outputs. With async scheduling the outputs are of another step."""
+    """Add the work scheduled since the last outputs. With async scheduling, the outputs belong to an earlier step."""
     num_prefill_tokens, seconds = 0, 0.0
     for step in steps:
         stats.num_tokens += step.num_tokens

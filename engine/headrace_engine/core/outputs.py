@@ -17,7 +17,7 @@ class EngineCoreOutput:
     """Prompt tokens that came from the prefix cache."""
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Those of the prompt tokens from the second on. Only in the first output of a request that asked for them."""
+    """Log-probabilities of the prompt tokens from the second on. Only in the first output, if requested."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     """The stop token that ended the choice, or `repetition_detected`."""

@@ -140,7 +140,7 @@ class Request:
         self.bad_words_token_ids = message.bad_words_token_ids
         wants_prompt_logprobs = message.sampling_params.prompt_logprobs is not None and not message.output_token_ids
         self.prompt_logprobs: list[list[tuple[int, float, int]]] | None = [] if wants_prompt_logprobs else None
-        """Those of the prompt tokens computed so far, from the second on. None: not wanted, or sent already.
+        """Log-probabilities of the prompt tokens computed so far, from the second on. None: not wanted, or sent.
 
         They are sent with the first output token. So they were sent before a request that is resumed with output.
         """

@@ -109,7 +109,7 @@ lint: $(STAMP) ## ruff, mypy (strict), the import contracts, calls in benchmarks
 	@$(BIN)/python docs/reference/generate.py --check
 	@$(BIN)/python deploy/redis/generate.py --check
 	@$(BIN)/python docs/plain_words.py
-	@$(BIN)/python docs/rooms.py --check
+	@$(BIN)/python docs/package_layout.py --check
 
 bench: $(STAMP) ## throughput of the engine alone and through the queue, side by side
 	@$(BIN)/python benchmarks/throughput.py

@@ -1,8 +1,8 @@
-"""List the rooms of the packages: `python docs/rooms.py` prints files per folder and names in use twice.
+"""Check the layout of the packages: `python docs/package_layout.py` prints files per folder and names used twice.
 
-The rules: the root of a package has at most fifteen files, and no two files or public classes have one name. Names that
-are meant to be the same are listed below with the reason. The exit status is 1 if a rule is broken, or if a listed name
-has become unique. With `--check` only that is printed.
+The root of a package has at most fifteen files, and no two files or public classes have the same name. Intended
+exceptions are listed below with the reason. The exit status is 1 if a rule is broken, or if a listed name is used only
+once. With `--check` only these problems are printed.
 """
 
 import ast
@@ -20,7 +20,7 @@ Explained: TypeAlias = Mapping[str, tuple[str, ...]]
 SAME_CLASSES: Final[Explained] = {
     "how the engine renders a chat, and how the gateway writes its answer": ("ChatOptions",),
 }
-"""Public classes that have one name in two packages, by the reason."""
+"""Reasons, and the names that several public classes may share for each."""
 SAME_FILES: Final[Explained] = {
     "each package has its own": ("app", "errors", "keys", "settings", "tracing"),
     "each API of the gateway has its own": ("endpoints", "fields", "messages", "stream"),
@@ -36,15 +36,15 @@ SAME_FILES: Final[Explained] = {
         "registry",
     ),
 }
-"""Names of files without `.py`, by the reason."""
+"""Reasons, and the names (without `.py`) that several files may share for each."""
 NAMED_BY_SUBJECT: Final = (
     "cli/headrace_cli/commands/",  # by the command
     "cli/headrace_cli/local/",  # by the process that is started
     "engine/headrace_engine/conformance/",  # by what is checked
-    "engine/headrace_engine_vllm/",  # by the part of Headrace's engine that vLLM's takes the place of
+    "engine/headrace_engine_vllm/",  # by the part of Headrace's engine that the file replaces
     "monitoring/headrace_monitoring/dashboards/",  # by the dashboard
 )
-"""Folders whose files have the names of what they are about, and not of what they contain."""
+"""Folders whose files are named by their subject, such as a command; other folders may have a file of that name."""
 
 
 def packages(root: Path = ROOT) -> Iterator[Path]:
@@ -58,12 +58,12 @@ def modules(root: Path = ROOT) -> Iterator[Path]:
 
 
 def files_per_folder(root: Path = ROOT) -> Counter[str]:
-    """Count the modules of each folder that has any."""
+    """Count the modules of each folder that contains modules."""
     return Counter(path.parent.relative_to(root).as_posix() for path in modules(root))
 
 
 def same_classes(root: Path = ROOT) -> dict[str, list[str]]:
-    """Find names of several public classes, and the files of each."""
+    """Find class names that several public classes have, and the files that define them."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for path in modules(root):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -73,7 +73,7 @@ def same_classes(root: Path = ROOT) -> dict[str, list[str]]:
 
 
 def same_files(root: Path = ROOT) -> dict[str, list[str]]:
-    """Find names of several modules, and their paths."""
+    """Find names that several modules have, and the paths of these modules."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for path in modules(root):
         name = path.relative_to(root).as_posix()
@@ -86,7 +86,7 @@ def problems(root: Path = ROOT, classes: Explained = SAME_CLASSES, files: Explai
     """Give a sentence for each broken rule.
 
     Args:
-        classes, files: names that several may have, by the reason.
+        classes, files: reasons, and the names that several classes or files may share for each.
     """
     counts = files_per_folder(root)
     for package in packages(root):
@@ -102,9 +102,12 @@ def _unexplained(kind: str, found: Mapping[str, list[str]], explained: Explained
     for name, paths in found.items():
         if name not in known:
             found_in = ", ".join(paths)
-            yield f"{name} must be the name of one {kind}, got {found_in}: rename one, or explain it in docs/rooms.py"
+            yield (
+                f"{name} must be the name of one {kind}, got {found_in}: rename one, or explain it in "
+                "docs/package_layout.py"
+            )
     for name in sorted(known - found.keys()):
-        yield f"{name} is the name of one {kind} only: delete it from docs/rooms.py"
+        yield f"{name} is the name of one {kind} only: delete it from docs/package_layout.py"
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The site that `make docs` builds from this folder, and its navigation."""
+"""Sphinx's configuration of the site that `make docs` builds from this folder, and its navigation."""
 
 import re
 from pathlib import Path
@@ -59,7 +59,7 @@ def _toctree(pages, caption=None):
 
 
 def _offer_pages_outside(app, docname, content):
-    """Make links to Markdown files outside this folder downloads, which they are not by themselves."""
+    """Turn links to Markdown files outside this folder into downloads, since the site has no pages for them."""
     folder = Path(app.srcdir, docname).parent
 
     def link(match):
@@ -70,7 +70,7 @@ def _offer_pages_outside(app, docname, content):
 
 
 def _append_navigation(_app, docname, content):
-    """Append the toctrees here. In the files, GitHub would show them as code."""
+    """Append the toctrees at the build: GitHub would show toctrees in the files as code."""
     if docname == "index":
         named = {page for pages in NAVIGATION.values() for page in pages}
         rest = sorted({path.stem for path in Path(__file__).parent.glob("*.md")} - named - {"index"})

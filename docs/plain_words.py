@@ -1,7 +1,7 @@
-"""Find coined words where the field has a word of its own: `python docs/plain_words.py`.
+"""Find coined words for which the field has an established word: `python docs/plain_words.py`.
 
-Looks at the prose of Markdown pages, at the comments, docstrings and other strings of Python files, and at the comments
-of C and Lua. Names are not looked at. The exit status is 1 where a word of the table is found.
+Checks the prose of Markdown pages, the comments, docstrings and other strings of Python files, and the comments of C
+and Lua. Names are not checked. The exit status is 1 if a word of the table is found.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ INSTEAD = {
     r"(?:is|are|was|were) told|made no turn|does not turn": "gets, is reported, is blocked",
     r"announcers?|framings?": "publisher, encoder",
 }
-"""Words as regular expressions, and what to say instead."""
+"""Regular expressions for coined words, and the words to use instead."""
 _FOLDERS = (
     "benchmarks",
     "broker",
@@ -55,7 +55,7 @@ _FOLDERS = (
 )
 _LEFT_OUT = (
     "docs/plain_words.py",
-    "docs/reference/",  # written from code that is looked at itself
+    "docs/reference/",  # generated from code, which is checked itself
     "tests/unit/test_plain_words.py",
 )
 _NOT_PROSE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`|\]\([^)\s]*\)|<!--.*?-->", re.MULTILINE | re.DOTALL)
@@ -70,7 +70,7 @@ def files(root: Path = ROOT) -> Iterator[Path]:
 
 
 def findings(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Give the line, the word and what to say instead, for each word of the table."""
+    """Yield the line, the word and the words to use instead, for each coined word of a file."""
     text = path.read_text(encoding="utf-8")
     for first_line, prose in _PROSE[path.suffix](text):
         for words, instead in INSTEAD.items():

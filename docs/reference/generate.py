@@ -1,7 +1,7 @@
 """Write docs/reference and docs/openapi.json from the code: `python docs/reference/generate.py [--check]`.
 
 Settings, commands, metrics, errors, Redis keys and sampling parameters are declared in the packages. These pages list
-them, so they are never edited by hand. With --check nothing is written: the exit status is 1 where a page is stale.
+them, so they are never edited by hand. With --check nothing is written: the exit status is 1 if a page is stale.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _ERROR_MODULES = {
     "headrace_monitoring": ("errors",),
 }
 _MOST_VALUES = 12
-"""A label with more values is shown by the first four and the last."""
+"""Of a label with more values, the page shows the first four and the last."""
 
 
 def pages() -> dict[str, str]:
-    """Each file's text by its path in docs/."""
+    """Return the text of each file, by its path in docs/."""
     return {
         "reference/settings.md": _page("Settings", _settings()),
         "reference/cli.md": _page("Commands", _cli()),
@@ -70,7 +70,7 @@ def pages() -> dict[str, str]:
 
 
 def stale(docs: Path = DOCS) -> list[str]:
-    """Paths in docs/ of the files that differ from the code."""
+    """Return the files that differ from the code, as paths in docs/."""
     return [
         name
         for name, text in pages().items()
@@ -301,7 +301,7 @@ def _type_name(kind: object) -> str:
 
 
 def _field_texts(kind: type) -> dict[str, str]:
-    """The string that stands below each field of a class."""
+    """Return the docstring below each field of a class, by the name of the field."""
     [node] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(node, ast.ClassDef)
     texts: dict[str, str] = {}

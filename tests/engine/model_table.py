@@ -17,14 +17,16 @@ could not compute exactly as transformers does is refused, with the reason, befo
 
 Weights are safetensors, or one GGUF file of an architecture that transformers can dequantise (name the file instead of
 the folder). Checkpoints quantised otherwise (AWQ, GPTQ, bitsandbytes, fp8, mxfp4, ...) are refused by the name of their
-method. Rotary scaling that depends on the length of a batch is fixed at load: `longrope` serves up to its original
-length with the short factors or, if `max_model_len` is larger, all requests with the long ones; `dynamic` serves up to
-where its scaling would begin. Weights and KV memory that exceed the free memory are refused before allocation.
+method. If the free memory is too small for weights and KV memory, the engine does not start.
+
+In transformers some rotary scaling depends on the length of a batch. Here it is fixed at load. `longrope` uses the
+short factors if `max_model_len` is at most the model's original length; otherwise it uses the long factors for all
+requests. With `dynamic` the context ends where the scaling would begin.
 
 ## Tested
 
-Tiny random models in float32: with prompts cut into chunks, preemptions and prefix-cache hits forced, each generates
-token for token what `transformers.generate` does for each request alone.
+Tiny random models in float32. Prompts are cut into chunks, and preemptions and prefix-cache hits are forced. Each model
+generates the same tokens as `transformers.generate` for each request alone.
 
 | type | class | special |
 |---|---|---|

@@ -38,9 +38,9 @@ _OURS: Final[dict[str, type]] = {
 _INTRODUCTION: Final = """\
 # For users of vLLM
 
-The engine has the shapes, names and meanings of vLLM's Python interface: change the import, and the program runs, or
-fails with an error that names the missing part. An option that is not here is accepted with the value that changes
-nothing, such as `pipeline_parallel_size=1`.
+The engine has the names and meanings of vLLM's Python interface. Change the import: the program then runs, or ends with
+an error that names the missing part. An option of vLLM that Headrace does not have is accepted only with a value that
+has no effect, such as `pipeline_parallel_size=1`.
 
 ```python
 from headrace_engine import LLM, SamplingParams  # from vllm import LLM, SamplingParams
@@ -51,16 +51,16 @@ llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0.7,
 
 Other differences:
 
-- Without `seed` each run gives other tokens; vLLM's default is `seed=0`. With a seed, in the request or the engine,
-  a request has the same tokens in any batch ([determinism.md](determinism.md)).
+- Without `seed` each run draws other tokens; vLLM's default is `seed=0`. With a seed in the request or the engine, a
+  request gets the same tokens whatever else is in the batch ([determinism.md](determinism.md)).
 - [sampling.md](sampling.md) lists the parameters that differ in their meaning or limits.
 - Errors are those of `headrace_engine.errors`: `InvalidRequestError` and `ConfigError` are `ValueError`s, as in vLLM.
-- `AsyncLLMEngine.shutdown()` may be called as in vLLM, or awaited: streams end when it is awaited.
-- The chat template gets `tool_calls` of messages as in vLLM. Those in outputs are text.
+- `AsyncLLMEngine.shutdown()` may be called as in vLLM. If it is awaited, it also ends the streams.
+- The chat template gets `tool_calls` of messages as in vLLM. Tool calls in outputs are text.
 - `max_model_len=-1` takes as much of the model's context as the KV memory holds.
 - `RequestOutput.metrics` and `get_metrics` need no `disable_log_stats=False`. The classes of metrics are in
   `headrace_engine.api.metrics`; their names begin with `vllm:`, as in vLLM.
-- The default model, `LLM("smollm2-135m-instruct")`, needs no hub.
+- The default model, `LLM("smollm2-135m-instruct")`, is not fetched from the Hugging Face hub.
 
 | not here | instead |
 |---|---|
@@ -69,13 +69,13 @@ Other differences:
 | `compilation_config`, `cudagraph_*` | `attention_backend`, `enforce_eager`, `batch_invariant` |
 | options of the scheduler | `scheduling_policy`, `max_num_batched_tokens`, `long_prefill_token_threshold` |
 | `best_of`, `use_beam_search` | `n`, `LLM.beam_search` |
-| `guided_decoding`, `structural_tag` | `structured_outputs`; a `grammar` can hold text between forms |
+| `guided_decoding`, `structural_tag` | `structured_outputs`; a `grammar` can mix free text and fixed formats |
 | `SamplingParams.logits_processors` | `logits_processors` of the engine, and their values in `extra_args` |
 | `thinking_token_budget` | `max_tokens` |
-| `truncate_prompt_tokens`, `tokenization_kwargs` | a prompt of `prompt_token_ids` |
+| `truncate_prompt_tokens`, `tokenization_kwargs` | tokenise the prompt yourself, and pass `prompt_token_ids` |
 | `reasoning_parser` and parsers of tool calls | the text is returned as the model wrote it; the gateway parses it |
-| `hf_overrides`, `rope_*` | edit `config.json` in the model's folder |
-| `download_dir`, `hf_token` | a folder, or `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE` in the environment |
+| `hf_overrides`, `rope_*` | a changed `config.json` in the model's folder |
+| `download_dir`, `hf_token` | a folder as the model, or `HF_HOME`, `HF_TOKEN` and `HF_HUB_OFFLINE` in the environment |
 | `served_model_name` | `headrace worker --served-model-name` |
 | `sleep`, `wake_up`, updates of weights | `close()`, and a new engine |
 | `enqueue`, `wait_for_completion` | `LLMEngine.add_request` and `step` |
@@ -156,7 +156,7 @@ class _Section:
         lines = [f"## {self._name}\n"]
         for title, names in (
             ("Here", self.here),
-            ("Here by two names", self.renamed),
+            ("Here, under vLLM's name and another one", self.renamed),
             ("Accepted, without effect", self.without_effect),
             ("Beyond vLLM", [f"`{name}`" for name in self.beyond]),
             ("Not here", self.missing),

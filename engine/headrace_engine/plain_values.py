@@ -22,7 +22,7 @@ def request_id_of(value: Any) -> str:
     """Return a request id as text. It may be a string, an integer or a UUID.
 
     Raises:
-        InvalidRequestError: it has another type.
+        InvalidRequestError: the id has another type.
     """
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, str | int | UUID):

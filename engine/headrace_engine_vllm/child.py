@@ -31,8 +31,8 @@ def _import_vllm() -> "tuple[str, type[VLLMCore]]":
     """Import vLLM, which reads the environment at its import. Return its version and the core.
 
     Raises:
-        ImportError: it is not installed.
-        ConfigError: its version is not supported, or a package that it needs cannot be imported.
+        ImportError: vLLM is not installed.
+        ConfigError: the version is not supported, or a package that vLLM needs cannot be imported.
     """
     try:
         from vllm.version import __version__ as version

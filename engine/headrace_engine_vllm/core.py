@@ -128,7 +128,7 @@ class VLLMCore:
                 self._scheduler.emitted.pop(vllm_id, None)
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001  # it concerns this request only: no step has begun
+        except Exception as error:  # noqa: BLE001  # the error concerns only this request: no step has begun
             return refusal_of(error)
         running = HeldRequest(message=message, vllm_id=vllm_id, lora=lora)
         running.theirs = self._scheduler.requests.get(vllm_id)
@@ -226,7 +226,7 @@ class VLLMCore:
         for theirs in outputs:
             request_id = self._ids.get(theirs.request_id)
             if request_id is None:
-                continue  # it was aborted
+                continue  # the request was aborted
             output = output_of(self._running[request_id], theirs, self._eos_token_ids)
             if output.finish_reason is not None:
                 self._queue.leave(request_id)

@@ -60,7 +60,7 @@ def capabilities(engine: "LLMEngine", config: "EngineConfig", version: str, exac
     lora, grammars = config.lora is not None, not config.model.skip_tokenizer_init
     limits: dict[str, Any] = _limits_of_v2() if runner == 2 else {}
     return EngineCapabilities(
-        # with drafts, the draws depend on where steps end, because the acceptance of a draft does
+        # with drafts, the draws depend on where steps end: that decides whether a draft is accepted
         draws=None if drafts else draws_name(version, runner, current_platform.device_type),
         exact_resume="greedy" if drafts else exact,
         version=version,

@@ -60,7 +60,7 @@ def prepare(config: "EngineConfig", environ: MutableMapping[str, str]) -> None:
     """Set the variables that vLLM reads at its import. Called in the child."""
     environ.update(variables(config))
     if config.cache.kv_cache_memory is not None:
-        environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would silently take precedence
+        environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # this variable would silently take precedence
 
 
 def remove_stale_memory(folder: Path = _SHARED_MEMORY, processes: Path = Path("/proc")) -> list[str]:

@@ -59,7 +59,7 @@ _HEADRACES: Final = {
             "max_cpu_loras",
         )
     ),
-    "kv_cache_memory_bytes": "kv_cache_memory",  # it removes VLLM_CPU_KVCACHE_SPACE, which would take precedence
+    "kv_cache_memory_bytes": "kv_cache_memory",  # `environment.prepare` needs this option
 }
 """vLLM's options that Headrace reads too -> the name in Headrace, None if it is the same.
 
@@ -116,7 +116,7 @@ def _reserved(engine_args: Mapping[str, Any]) -> Iterator[str]:
 
 
 def vllm_options(config: "EngineConfig") -> dict[str, Any]:
-    """Return the arguments of `vllm.EngineArgs`: those of the table, then `engine_args`, which take precedence."""
+    """Return the arguments of `vllm.EngineArgs`: Headrace's options, then `engine_args`, which take precedence."""
     model, cache, scheduler = config.model, config.cache, config.scheduler
     wanted = {
         "model": model.model,

@@ -135,7 +135,7 @@ class AsyncLLMEngine:
                 yield output
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """As `LLMEngine.get_default_sampling_params`."""
+        """See `LLMEngine.get_default_sampling_params`."""
         return default_params(self.model_info)
 
     async def abort(self, request_id: RequestId | Iterable[RequestId], **unsupported: Any) -> None:
@@ -166,33 +166,33 @@ class AsyncLLMEngine:
             raise self._dead
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
-        """As `LLMEngine.add_lora`. Other requests continue while the adapter is read."""
+        """See `LLMEngine.add_lora`. Other requests continue while the adapter is read."""
         check_adapter(lora_request)
         added: bool = await self._call("add_lora", lora_request.to_wire())
         self._loras.add(lora_request)
         return added
 
     async def remove_lora(self, lora_id: int) -> bool:
-        """As `LLMEngine.remove_lora`."""
+        """See `LLMEngine.remove_lora`."""
         lora_id = adapter_id(lora_id)
         self._loras = {known for known in self._loras if known.lora_int_id != lora_id}
         return bool(await self._call("remove_lora", lora_id))
 
     async def list_loras(self) -> set[int]:
-        """As `LLMEngine.list_loras`."""
+        """See `LLMEngine.list_loras`."""
         return set(await self._call("list_loras"))
 
     async def pin_lora(self, lora_id: int) -> bool:
-        """As `LLMEngine.pin_lora`."""
+        """See `LLMEngine.pin_lora`."""
         return bool(await self._call("pin_lora", adapter_id(lora_id)))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """As `LLMEngine.reset_prefix_cache`."""
+        """See `LLMEngine.reset_prefix_cache`."""
         refuse_arguments({"reset_running_requests": reset_running_requests, "reset_connector": reset_connector})
         return bool(await self._call("reset_prefix_cache"))
 
     async def get_tokenizer(self) -> Any:
-        """As `LLMEngine.get_tokenizer`."""
+        """See `LLMEngine.get_tokenizer`."""
         if self._whole_tokenizer is None:
             self._whole_tokenizer = await asyncio.to_thread(read_whole_tokenizer, self._config)
         return self._whole_tokenizer
@@ -271,7 +271,7 @@ class AsyncLLMEngine:
             request = process(params=params, arrival_time=arrival_time)
             lora_request = request.choices[0].lora_request
             if lora_request is not None and lora_request not in self._loras:
-                with contextlib.suppress(LoRACapacityError):  # the core loads it when it is needed
+                with contextlib.suppress(LoRACapacityError):  # the core loads the adapter when a request needs it
                     await self.add_lora(lora_request)
             await self.check_health()
             self._output_processor.add_request(request)

@@ -45,8 +45,8 @@ class BeamSearchParams:
     temperature: float = 0.0
     """Only 0 is supported: beams are ranked by the log-probabilities of the model."""
     length_penalty: float = 1.0
-    """The score is the sum of log-probabilities, divided by (number of tokens with the prompt) to this power. Values
-    above 0 favour longer sequences, values below 0 shorter ones."""
+    """The score is the sum of log-probabilities, divided by the number of tokens (prompt and output) to this power.
+    Values above 0 favour longer sequences, values below 0 shorter ones."""
     include_stop_str_in_output: bool = False
     """Whether the text of a sequence includes the end token."""
 

@@ -191,31 +191,31 @@ class LLM:
         return [BeamSearchOutput(sequences=sequences) for _, sequences in results]
 
     def get_tokenizer(self) -> Any:
-        """As `LLMEngine.get_tokenizer`."""
+        """See `LLMEngine.get_tokenizer`."""
         return self.engine.get_tokenizer()
 
     def get_metrics(self) -> list[Metric]:
-        """As `LLMEngine.get_metrics`."""
+        """See `LLMEngine.get_metrics`."""
         return self.engine.get_metrics()
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """As `LLMEngine.reset_prefix_cache`."""
+        """See `LLMEngine.reset_prefix_cache`."""
         return self.engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """As `LLMEngine.add_lora`."""
+        """See `LLMEngine.add_lora`."""
         return self.engine.add_lora(lora_request)
 
     def remove_lora(self, lora_id: int) -> bool:
-        """As `LLMEngine.remove_lora`."""
+        """See `LLMEngine.remove_lora`."""
         return self.engine.remove_lora(lora_id)
 
     def list_loras(self) -> set[int]:
-        """As `LLMEngine.list_loras`."""
+        """See `LLMEngine.list_loras`."""
         return self.engine.list_loras()
 
     def pin_lora(self, lora_id: int) -> bool:
-        """As `LLMEngine.pin_lora`."""
+        """See `LLMEngine.pin_lora`."""
         return self.engine.pin_lora(lora_id)
 
     def close(self) -> None:

@@ -254,8 +254,8 @@ class LLMEngine:
     def _add(self, request: ProcessedRequest) -> None:
         lora_request = request.choices[0].lora_request
         if lora_request is not None and lora_request not in self._loras:
-            # Load the adapter now, to report its problems now. If there is no room, or if it is evicted later, the core
-            # loads it when a request needs it.
+            # Load the adapter now, to report its problems to the caller. If there is no room, or if the adapter is
+            # evicted later, the core loads it when a request needs it.
             with contextlib.suppress(LoRACapacityError):
                 self.add_lora(lora_request)
         self._output_processor.add_request(request)

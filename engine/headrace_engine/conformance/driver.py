@@ -71,7 +71,7 @@ class EngineUnderTest:
         end_patience: seconds within which its processes must end.
 
     Raises:
-        ConfigError, ModelLoadError, EngineDeadError, TimeoutError: it does not start.
+        ConfigError, ModelLoadError, EngineDeadError, TimeoutError: the engine does not start.
     """
 
     def __init__(self, config: EngineConfig, *, patience: float, start_patience: float, end_patience: float) -> None:
@@ -355,6 +355,6 @@ def differences(found: Iterable[Answer], expected: Iterable[Answer]) -> list[str
 
 
 def expect_same(found: Iterable[Answer], expected: Iterable[Answer], what: str) -> None:
-    """Raise Broken unless answers equal others in tokens, finish reason and stop reason."""
+    """Raise Broken unless the answers have the expected tokens, finish reasons and stop reasons."""
     sentences = differences(found, expected)
     expect(not sentences, f"{what}: {'; '.join(sentences[:4])}")

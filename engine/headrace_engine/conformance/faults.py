@@ -149,7 +149,7 @@ def _living(group: int) -> list[int]:
         try:
             state, _, process_group = status.read_text().rpartition(")")[2].split()[:3]
         except (OSError, ValueError):
-            continue  # it ended during the check
+            continue  # the process ended during the check
         if int(process_group) == group and state not in ("Z", "X"):
             found.append(int(status.parent.name))
     return found

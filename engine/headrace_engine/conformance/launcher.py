@@ -17,7 +17,7 @@ class Launcher:
     """Starts engines.
 
     Args:
-        options: options of `EngineArgs` that replace those of the suite.
+        options: options of `EngineArgs` that replace the suite's options.
     """
 
     options: dict[str, Any]
@@ -41,7 +41,7 @@ class Launcher:
         """Start an engine and wait until it is ready.
 
         Raises:
-            ConfigError, ModelLoadError, EngineDeadError, TimeoutError: it does not start.
+            ConfigError, ModelLoadError, EngineDeadError, TimeoutError: the engine does not start.
         """
         return EngineUnderTest(
             self.config(**more),

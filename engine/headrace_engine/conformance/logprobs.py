@@ -34,7 +34,7 @@ def none_but_the_drawn_token(engine: EngineUnderTest) -> None:
 
 @case()
 def values_are_the_models_own(engine: EngineUnderTest) -> None:
-    """Log-probabilities are those of the raw logits. No parameter of the request changes them."""
+    """Log-probabilities come from the raw logits. No parameter of the request changes them."""
     plain, changed = engine.run(
         engine.request(logprobs=20, max_tokens=1),
         engine.request(logprobs=20, max_tokens=1, temperature=2.0, repetition_penalty=3.0, top_k=3),

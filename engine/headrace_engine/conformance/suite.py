@@ -156,7 +156,7 @@ class Suite:
         return self._launcher.start(**least)
 
     def _claims_at(self, stage: Stage) -> EngineCapabilities:
-        """Return the claims of the engine of a stage, which may depend on its options."""
+        """Return the claims of the engine that a stage uses. They may depend on the options of the engine."""
         if stage is not Stage.TIGHT:
             return self.capabilities
         if self._tight_claims is None and self._tight_problem is None:

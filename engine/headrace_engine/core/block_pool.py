@@ -1,4 +1,4 @@
-"""The pool of KV blocks: their reference counts, the free ones, and those with reusable content.
+"""The pool of KV blocks: reference counts, the list of free blocks, and the lookup of blocks with reusable content.
 
     block 0: the null block, for padding only, never allocated
     free list (doubly linked, O(1) removal from the middle), reused from the left:

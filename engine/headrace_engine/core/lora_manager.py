@@ -101,8 +101,8 @@ class LoRAManager:
         """Load an adapter. Keep a loaded one unless `load_inplace` is set. Blocks while the adapter is read.
 
         Raises:
-            LoRAError: it cannot be served.
-            LoRACapacityError: there is no room for it now.
+            LoRAError: the adapter cannot be served.
+            LoRACapacityError: there is no room for the adapter now.
         """
         with self._lock:
             known = self._loras.get(request.lora_int_id)

@@ -263,7 +263,7 @@ class EngineCoreProcess:
     def shutdown(self, timeout: float = 10.0) -> None:
         """Ask the child to exit, kill it after `timeout` seconds, and reap it. Outputs that were not taken are lost."""
         self._stopping = True
-        with contextlib.suppress(EngineDeadError):  # it has ended already and is reaped below
+        with contextlib.suppress(EngineDeadError):  # the child has ended already and is reaped below
             self._send(["stop"])
         try:
             self._process.wait(timeout)

@@ -75,7 +75,7 @@ class Scheduler:
             raise ContextLengthError(
                 f"the request has {request.num_tokens} tokens, must have at least 1 and less than {self.max_model_len}"
             )
-        if request.status is RequestState.PREEMPTED:  # it returns with another grammar
+        if request.status is RequestState.PREEMPTED:  # the request returns with another grammar
             self.waiting.add_first(request)
         else:
             self.queue_limits.enter(request.request_id, request.num_tokens)
@@ -85,7 +85,7 @@ class Scheduler:
             self.grammars.add(request.request_id, grammar)
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
-        """End requests in any state and ignore unknown ids. Return the ids of those that were unfinished."""
+        """End requests in any state. Return their ids. Unknown ids, also of finished requests, are ignored."""
         aborted = []
         for request_id in request_ids:
             request = self.requests.get(request_id)
@@ -266,7 +266,7 @@ class Scheduler:
         while self.waiting and plan.budget > 0 and self._may_prefill(plan):
             request = self.waiting.peek()
             if request.num_pending_tokens:
-                break  # it was preempted with a token in flight, and is admitted when all its tokens are known
+                break  # preempted with a token in flight: the request is admitted when all its tokens are known
             if request.lora is not None and not self._lora_may_start(request, request.lora.version, loras, passed):
                 if self._policy == "fcfs" and len(self.running) == self._max_num_seqs:
                     break
@@ -412,7 +412,7 @@ class Scheduler:
         self._without_grammar.append((request, grammar))
 
     def _remember_full_blocks(self, request: Request, num_computed_tokens: int) -> None:
-        if request.status is RequestState.RUNNING:  # it was not preempted while its step was in flight
+        if request.status is RequestState.RUNNING:  # not preempted while the step was in flight
             self.kv.remember_full_blocks(request, num_computed_tokens)
 
     def _accept_verified(

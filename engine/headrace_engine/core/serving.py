@@ -185,7 +185,7 @@ def _serve(core: Core, connection: Connection, commands: "queue.SimpleQueue[Any]
 
 
 def _next_command(core: Core, commands: "queue.SimpleQueue[Any]") -> list[Any]:
-    """Wait for a command. Prepare for grammars in the first idle period, because that stalls all steps."""
+    """Wait for a command. Prepare for grammars in the first idle period, because the preparation stalls all steps."""
     if not core.is_prepared_for_grammars:
         try:
             return list(commands.get(timeout=_IDLE_SECONDS))

@@ -18,7 +18,7 @@ def check_stop(request: Request, max_model_len: int) -> tuple[FinishReason | Non
     params, token_id = request.sampling_params, request.token_ids[-1]
     if params.structured_outputs is not None and token_id in request.eos_token_ids:
         return FinishReason.STOP, None  # the grammar allows it, and nothing can follow it
-    num_tokens = len(request.token_ids)  # not the properties: this runs for each token
+    num_tokens = len(request.token_ids)  # faster than the properties: this runs for each token
     num_output_tokens = num_tokens - request.num_prompt_tokens
     if num_output_tokens >= params.min_tokens:
         if token_id in request.eos_token_ids and not params.ignore_eos:

@@ -37,7 +37,7 @@ _MAX_SHARED_REPLAY = 1000
 _REPLAY_TOKENS = 8
 _REPLAY_BYTES_PER_PAUSE = 64
 _REPLAY_PAUSE_SECONDS = 0.0001
-# After this many bytes, a replay computes a mask, which renews the fuel of the lexer. Half of it is used by then.
+# After this many bytes, a replay computes a mask, which renews the fuel of the lexer. By then half of the fuel is used.
 _REPLAY_BYTES_PER_MASK = 2048
 # A trial of a grammar ends after this many tokens or this much processor time. A slow grammar does not fail it.
 _TRIAL_TOKENS = 64
@@ -222,7 +222,7 @@ class GrammarCompiler:
             except TooComplexError:
                 grammar = self.compile(params, token_ids, grammar)
                 mask = grammar.bitmasks()[0]
-            except GrammarError:  # a dead end, or a token that the mask allowed only because no other fits
+            except GrammarError:  # a dead end, or a token that the mask allowed only because no other token fits
                 return
 
     def compile(

@@ -20,7 +20,7 @@ OWN_ENGINE: Final = "headrace"
 """The name of Headrace's own engine. Other engines have the names of their entry points."""
 
 FITTING_LENGTH: Final = -1
-"""As `max_model_len`: the longest sequence that the KV memory holds."""
+"""This value of `max_model_len` means the longest sequence that the KV memory holds."""
 DTYPES: Final = ("auto", "float32", "bfloat16")
 KV_CACHE_DEVICES: Final = {"bfloat16": EAGER_DEVICES, "fp8": ("cuda",)}
 """Type of rounded keys and values -> the devices that support it."""

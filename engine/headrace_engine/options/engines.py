@@ -92,9 +92,9 @@ class Engine(Protocol):
     def problems(self, args: EngineOptions) -> list[str]:
         """Return one message for each option that the engine does not support, or whose value it refuses.
 
-        Types and lower bounds have been checked before, but not the values of dtype, device, attention_backend,
-        kv_cache_dtype and quantization, which depend on the engine. These values are known to be text, except for
-        Headrace's own engine.
+        Types and lower bounds have been checked before, with an exception: the values of dtype, device,
+        attention_backend, kv_cache_dtype and quantization depend on the engine. They are known to be text for other
+        engines, and are unchecked for Headrace's own engine.
         """
 
     def environment(self, config: EngineConfig) -> dict[str, str]:

@@ -37,7 +37,7 @@ class NewRequest:
     block_ids: list[int]
     num_computed_tokens: int
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
-    """Token sequences whose last token must not be drawn after the others."""
+    """Token sequences. The last token of a sequence must not be drawn after the tokens before it."""
     num_prompt_logprobs: int | None = None
     """How many prompt log-probabilities the core has already. None: it wants none."""
     lora_version: int | None = None
@@ -104,7 +104,7 @@ class StepOutput:
     """Requests whose token differs from the one that the next step, already launched, has used. The next step yields no
     token for them. The scheduler schedules their token again."""
     errors: dict[str, str] = field(default_factory=dict)
-    """Requests for which no token could be chosen, and why. The scheduler ends them; the others continue."""
+    """Requests for which no token could be chosen -> the reason. The scheduler ends these requests only."""
     phase_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds spent in prepare, forward and sample."""
     num_padded_tokens: int = 0
@@ -186,7 +186,7 @@ class AdapterLoader(Protocol):
         """Read an adapter and keep it as `version`. Called from another thread while steps are computed.
 
         Raises:
-            LoRAError: it cannot be served. The error names every problem.
+            LoRAError: the adapter cannot be served. The error names every problem.
         """
 
     def unload_lora(self, version: int) -> None:

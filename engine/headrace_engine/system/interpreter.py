@@ -51,7 +51,7 @@ def check(python: str) -> bool:
     slow there.
 
     Raises:
-        ConfigError: it cannot be run, is not Python, or is too old.
+        ConfigError: the program cannot be run, is not Python, or is too old.
     """
     try:
         version, cache_tag, has_msgpack = json.loads(_output([_program(python), "-c", _PROBE]))

@@ -58,7 +58,7 @@ def make_private(folder: Path) -> Path:
 
     Raises:
         PermissionError: a user other than this one and root could change its content.
-        OSError: it cannot be created.
+        OSError: the folder cannot be created.
     """
     folder = folder.absolute()
     missing = [folder]

@@ -121,7 +121,7 @@ def _as_parts(message: Mapping[str, Any]) -> Any:
 
 @lru_cache(maxsize=16)
 def loops_over_content(template: str) -> bool:
-    """Whether a template loops over the parts of a content, as those of vision models do."""
+    """Whether a template loops over the parts of a content, as the templates of vision models do."""
     from jinja2 import nodes
 
     def is_content(node: Any) -> bool:

@@ -161,7 +161,7 @@ class Detokenizer(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens so far, without those after a stop string."""
+        """Number of tokens so far, without any tokens after a stop string."""
 
     def update(self, token_ids: Sequence[int], *, finished: bool) -> tuple[str, str | None]:
         """Add new tokens.

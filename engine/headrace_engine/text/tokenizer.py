@@ -163,7 +163,7 @@ class PromptLength:
         self._is_local = tokenizer.normalizer is None or _is_local(json.loads(tokenizer.normalizer.__getstate__()))
 
     def check(self, text: str) -> None:
-        """Raise ContextLengthError if the text certainly has too many tokens. Instant for a short text."""
+        """Raise ContextLengthError if the text certainly has too many tokens. Takes no time for a short text."""
         counted = self._looked_at - self._last_chars
         if not self._is_local or len(text) < 2 * self._looked_at or counted <= 0:
             return

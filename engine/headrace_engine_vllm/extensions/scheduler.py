@@ -2,7 +2,8 @@
 
 A request that resumes is queued with its emitted tokens as output, like a request that vLLM has preempted. So
 max_tokens, min_tokens, stop checks, repetition detection and block hashes count from the end of the prompt. So do
-penalties, bad words and draws in the model runner. Emitted tokens in the prompt would change all of them.
+penalties, bad words and draws in the model runner. If the emitted tokens were a part of the prompt, all of these would
+change.
 """
 
 import time

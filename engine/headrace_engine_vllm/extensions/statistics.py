@@ -1,4 +1,4 @@
-"""Fills the statistics of a step from those of vLLM and of the extended scheduler."""
+"""Fills the statistics of a step from the statistics of vLLM and of the extended scheduler."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final

@@ -26,7 +26,7 @@ _WRITE_TOKENS = 16
 # Target number of programs per multiprocessor when a sequence is split, so that all multiprocessors read memory.
 _PROGRAMS_PER_PROCESSOR = 2
 # Bytes of keys and values in the pipeline stages of one program. Several decoding programs share the shared memory of a
-# multiprocessor (228 KiB on Hopper). A prefill program has most of it, besides its queries.
+# multiprocessor (228 KiB on Hopper). A prefill program may take most of it.
 _DECODE_BYTES, _PREFILL_BYTES = 64 << 10, 128 << 10
 
 

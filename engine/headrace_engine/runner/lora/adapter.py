@@ -166,7 +166,7 @@ def _means(name: str, module: str) -> bool:
 
 
 def _setting(config: Mapping[str, Any], name: str, pattern: str, module: str) -> Any:
-    """Return the rank or alpha for a module: that of the first matching pattern, otherwise the general one."""
+    """Return the rank or alpha for a module: the value of the first matching pattern, or else the general value."""
     exceptions = config.get(pattern) or {}
     return next((value for key, value in exceptions.items() if _means(key, module)), config[name])
 

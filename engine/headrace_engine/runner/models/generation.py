@@ -31,7 +31,7 @@ def read_generation_config(config: ModelConfig, own: GenerationConfig | None) ->
 
 
 def eos_token_ids(generation: GenerationConfig | None, hf_config: Any, model: str) -> list[int]:
-    """Return the end tokens of the generation config, or of the model config if the former names none.
+    """Return the end tokens of the generation config, or of the model config if the generation config names none.
 
     A GGUF file adds its own end tokens.
 

@@ -43,7 +43,7 @@ def permanent_errors(
 ) -> Iterator[None]:
     """Raise ModelLoadError for permanent failures.
 
-    The message is `<what> '...' cannot be <verb>: ...`, or that of `describe` for errors of transformers.
+    The message is `<what> '...' cannot be <verb>: ...`, or for errors of transformers the message of `describe`.
     """
     try:
         yield
@@ -54,7 +54,7 @@ def permanent_errors(
             raise
         if describe is not None and isinstance(error, (OSError, ValueError, ImportError)):
             raise describe(model, error) from error
-        # messages of transformers are complete; others, like that of KeyError, need the name of the exception
+        # messages of transformers are complete sentences; a KeyError, for example, has only the key
         kind = "" if isinstance(error, (OSError, ValueError, ImportError)) else f"{type(error).__name__}: "
         raise ModelLoadError(f"{what} {model!r} cannot be {verb}: {kind}{error}") from error
 

@@ -47,7 +47,7 @@ class PagedModel:
 
     Args:
         fuse_layers: replace decoder layers by fused ones, which do not call the original modules.
-        packed: replace linear layers by those that a CPU computes fastest. Otherwise torch computes the products, as on
+        packed: replace linear layers by layers that a CPU computes faster. Otherwise torch computes the products, as on
             a GPU.
         device: the device of the model. The model is read and inspected on the CPU, then moved there.
 
@@ -71,7 +71,7 @@ class PagedModel:
         dtype = loading.resolve_dtype(config, hf_config, computes_bfloat16=computes_bfloat16)
         max_model_len = loading.resolve_max_model_len(config, hf_config)
         loading.check_architecture(config, hf_config)
-        with permanent_errors(config.model, "loaded"):  # it reads the headers of the weights
+        with permanent_errors(config.model, "loaded"):  # the check reads the headers of the weights
             memory.check_weights_fit(config.model, dtype)
         self._metadata: AttentionMetadata | None = None
         self._next_layer = 0
@@ -119,7 +119,7 @@ class PagedModel:
         return self._backend.bytes_per_block
 
     def _pack_products(self, config: ModelConfig, keep: Collection[torch.nn.Module], *, fuse_layers: bool) -> None:
-        """Replace the linear layers, except those of `keep`, by the fastest ones for this CPU."""
+        """Replace the linear layers, except `keep`, by the fastest layers for this CPU."""
         dtype = self.spec.dtype
         exact: LinearKind | None = PackedLinear if packed_linear.supports(dtype) else None
         if native_linear.preferred(dtype):

@@ -151,7 +151,7 @@ def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], count: int) 
     """Return the log-probabilities of the tokens of a prompt.
 
     Args:
-        logits: [tokens, vocabulary], any float type: of the token before each of `token_ids`.
+        logits: [tokens, vocabulary], any float type: the logits at the token before each of `token_ids`.
         count: number of most likely tokens to report besides each token; -1 for the whole vocabulary.
     """
     found: list[TokenLogprobs] = []

@@ -1,1 +1,1 @@
-"""The runner of devices that compile a graph for each shape: Neuron, and static-cpu to check it."""
+"""The runner of devices that compile a graph for each shape (neuron, xla), and of static-cpu, which tests it."""

@@ -1,7 +1,7 @@
 """The grid of shapes that a static device compiles, the choice of a shape for a step, and the padded inputs.
 
 One function gives two families of graphs: prefill (one request, a chunk of tokens) and decode (several requests, one
-token each). Each is combined with the number of KV blocks that attention reads:
+token each). Each of their shapes is combined with each number of KV blocks that attention may read:
 
     rows    1 ........ 1    1   2   4 ... max_num_seqs
     tokens  128 .. 2048     1 ................... 1

@@ -14,7 +14,7 @@ from headrace_wire.option import option, options_of, problems_of
 
 MAX_BODY_BYTES: Final = 4 * 2**20
 GATEWAY_PREFIX: Final = "HEADRACE_GATEWAY"
-"""Of the environment variables."""
+"""Prefix of the environment variables."""
 _ORIGIN: Final = re.compile(r"\*|https?://[A-Za-z0-9.-]+(:[0-9]{1,5})?|https?://\[[0-9a-f:.]+\](:[0-9]{1,5})?")
 
 
@@ -93,7 +93,9 @@ class GatewaySettings:
         metavar="N",
         least=1,
     )
-    batch_priority: int = option(9, "Best priority of a batch line; 9 is served last.", metavar="0..9", least=0, most=9)
+    batch_priority: int = option(
+        9, "Highest priority of a batch line; 9 is the lowest.", metavar="0..9", least=0, most=9
+    )
     metrics_host: str = option("127.0.0.1", "Address of /metrics.", metavar="HOST")
     metrics_port: int | None = option(
         None, "Port of /metrics; 0 takes a free one. None: no metrics.", metavar="PORT", least=0, most=65535
@@ -118,7 +120,7 @@ class GatewaySettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], **given: Any) -> Self:
-        """Read the variables `HEADRACE_GATEWAY_*`. A given value wins. Raises GatewaySettingsError."""
+        """Read the variables `HEADRACE_GATEWAY_*`. Arguments override them. Raises GatewaySettingsError."""
         values, problems = environment.read(options_of(cls), environ, GATEWAY_PREFIX)
         if problems:
             raise GatewaySettingsError("; ".join(problems))

@@ -33,7 +33,7 @@ from headrace_workers.preparation.answer_formats import (
 )
 
 STALL_SECONDS = 60.0
-"""The limit for an engine that has none of its own."""
+"""Default of `stall_seconds` for an engine that has no limit of its own."""
 STEP_TIMEOUT_SECONDS = 120.0
 
 NOT_SETTINGS: Final = {
@@ -126,7 +126,7 @@ class WorkerSettings(EngineOptions):
     )
     max_preemptions: int = option(
         3,
-        "How often a request may be returned to the queue to make room for requests of better priority; 0: never.",
+        "How often a request may be returned to the queue to make room for requests of higher priority; 0: never.",
         metavar="N",
         least=0,
     )

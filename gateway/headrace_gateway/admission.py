@@ -12,9 +12,9 @@ from headrace_gateway.requests.problems import header_of, refusal_of
 
 @asynccontextmanager
 async def admitted_body(request: Request) -> AsyncIterator[Body]:
-    """Take one request from the key's limits, then read the body. It is in memory until the end of the block.
+    """Take one request from the key's limits, then read the body. The body stays in memory until the block ends.
 
-    One large body of a key at a time is in such a block.
+    At most one large body of a key is in such a block; the next one waits.
 
     Raises ApiError 400, 413, 415 or 429.
     """
@@ -32,7 +32,7 @@ async def admitted_body(request: Request) -> AsyncIterator[Body]:
 
 
 def report_ignored(request: Request, ignored: Mapping[str, str]) -> None:
-    """Name the fields in a header of the answer. Raises ApiError 400 if the gateway is strict.
+    """Name the ignored fields in a header of the answer. Raises ApiError 400 if the gateway is strict.
 
     Args:
         ignored: see `Problems.ignored`.

@@ -79,7 +79,7 @@ _EXPOSED: Final = (
 
 
 _PUBLIC: Final = (*probes.routes, *page_files.routes)
-"""They need no key."""
+"""Routes that need no key."""
 _ROUTES: Final = (
     *_PUBLIC,
     *chat_endpoints.routes,
@@ -230,7 +230,7 @@ async def _on_broker_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_redis_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, ResponseError):  # it answers, so `RedisWatch` may not know of the problem
+    if isinstance(error, ResponseError):  # Redis answers, so `RedisWatch` may not know of the problem
         logger.error("Redis refused a command", reason=str(error))
     return _answer(request, unavailable())
 

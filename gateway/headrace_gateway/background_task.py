@@ -1,4 +1,4 @@
-"""Background tasks: the loop of those that look for work in Redis, restarts after errors, and their end."""
+"""Background tasks: a loop that polls Redis for work, restarts after errors, and cancellation."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -17,7 +17,7 @@ logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 
 async def keep_running(task: Callable[[], Awaitable[None]], *, restart_after: float = _RESTART_SECONDS) -> None:
-    """Run a background task until it returns or is cancelled. Restart it that many seconds after an error."""
+    """Run a background task until it returns or is cancelled. Restart it `restart_after` seconds after an error."""
     while True:
         try:
             return await task()
@@ -28,9 +28,9 @@ async def keep_running(task: Callable[[], Awaitable[None]], *, restart_after: fl
 
 
 async def poll(step: Callable[[], Awaitable[bool]], name: str, *, seconds: float = 1.0) -> None:
-    """Call `step` until this task is cancelled: again at once if it returns True, else after so many seconds.
+    """Call `step` until this task is cancelled: again at once if it returns True, else after `seconds`.
 
-    While Redis is unavailable it continues, and logs that once.
+    While Redis is unavailable, the loop continues. It logs the first failure only.
     """
     is_redis_up = True
     while True:

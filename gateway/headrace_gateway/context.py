@@ -23,7 +23,7 @@ from headrace_monitoring.gateway_metrics import GatewayMetrics
 class Gateway:
     """The connections and the state of one process. `app.py` makes it when the server starts.
 
-    The stores of files and batches belong to their folders: `app.state.files` and `app.state.batches`.
+    The stores of files and batches are not here, but in `app.state.files` and `app.state.batches`.
     """
 
     settings: GatewaySettings
@@ -54,6 +54,6 @@ def gateway_of(request: Request) -> Gateway:
 
 
 def key_of(request: Request) -> ApiKey:
-    """Return the caller, whom the authentication middleware has put into the scope."""
+    """Return the caller's key, which the authentication middleware has put into the scope."""
     key: ApiKey = request.scope["state"]["key"]
     return key

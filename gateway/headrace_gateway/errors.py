@@ -56,7 +56,7 @@ class ApiError(HeadraceGatewayError):
         self.headers: Final = dict(headers or {})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle all fields: an exception alone would pickle its message."""
+        """Pickle all fields. By default an exception pickles only its message."""
         make = partial(ApiError, param=self.param, headers=self.headers)
         return make, (self.status, self.kind, self.code, self.message)
 
@@ -79,7 +79,7 @@ class ForcedChoiceError(HeadraceGatewayError, ValueError):
 
 
 class BatchError(HeadraceGatewayError):
-    """A batch cannot continue. What is written stays, and the same command resumes from there."""
+    """A batch cannot continue. The answers written so far stay, and the same command resumes after them."""
 
 
 class InputRefusedError(BatchError):

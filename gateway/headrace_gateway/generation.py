@@ -1,4 +1,4 @@
-"""What the endpoints of all APIs that generate share: create an answer, and retrieve one, from any cursor."""
+"""Shared by the endpoints of all APIs that generate: create an answer; retrieve an answer, or its stream."""
 
 import contextlib
 import time
@@ -44,9 +44,9 @@ class Api:
     """What distinguishes the answers of one API."""
 
     prefix: str
-    """Of the ids of its answers."""
+    """Prefix of the ids of its answers, such as `chatcmpl-`."""
     read: Callable[..., Call]
-    """Makes the call from the body, its `model` and its adapter, `lora`; a function of a module."""
+    """Makes the Call from the body, the `model` and the adapter `lora`. Must be picklable: a function of a module."""
     options: type[AnswerOptions]
     stream: Callable[[Envelope], AnswerStream]
     encoder: Callable[[ResumeStyle], EventEncoder] = DataEncoder
@@ -111,7 +111,7 @@ async def submit(
     if await gateway.envelopes.find(accepted[0]) is None:
         if await _is_gone(gateway, accepted[0]):
             raise not_found("the answer of this Idempotency-Key was deleted or has expired: choose a new key")
-        # The queue was full for the key's first request: its id stays bound to the key.
+        # The queue was full for the first request with this Idempotency-Key. The key stays bound to that request's id.
         await _keep(gateway, msgspec.structs.replace(envelope, id=accepted[0], request_ids=tuple(accepted)), call)
     return await gateway.envelopes.get(accepted[0], key)
 
@@ -132,14 +132,14 @@ async def _keep(gateway: Gateway, envelope: Envelope, call: Call) -> None:
 
 
 async def forget(gateway: Gateway, envelope: Envelope) -> None:
-    """Delete what is stored of an answer. Without it nobody can read the stream, which expires by itself."""
+    """Delete the envelope and the stored response. Nobody can read the stream without them; it expires by itself."""
     await gateway.redis.delete(envelope_key(envelope.id), response_key(envelope.id))
     if envelope.counted_bytes:
         await gateway.stored.change(envelope.key, envelope.tenant, envelope.id, 0, 0)
 
 
 async def _counted(gateway: Gateway, envelope: Envelope, call: Call, size: int) -> Envelope:
-    """Count what the request keeps in Redis. Raises ApiError 429 if its tenant has no room for it."""
+    """Count the bytes that the request keeps in Redis. Raises ApiError 429 if its tenant has no room for them."""
     size += gateway.envelopes.size(envelope) + encoded_bytes(call.input_items)
     life = gateway.envelopes.life(envelope)
     counted = await gateway.stored.admit(envelope.key, envelope.tenant, envelope.id, size, life)
@@ -153,7 +153,7 @@ async def _send(gateway: Gateway, requests: list[SubmitRequest]) -> list[str]:
 
 
 def require_redis(request: Request) -> None:
-    """Fail fast: each command would wait for its full time-out, and be retried."""
+    """Raise ApiError 503 at once while Redis is down. Each command would wait for its full timeout and be retried."""
     if request.app.state.redis_watch.is_down:
         raise unavailable()
 
@@ -204,19 +204,19 @@ async def charged_reader(
             if reader.has_ended:
                 await count_end(gateway, envelope)
             if reader.num_output_tokens >= LEAST_STREAM_TOKENS:
-                with contextlib.suppress(*REDIS_ERRORS):  # the next requests of this tenant are counted again
+                with contextlib.suppress(*REDIS_ERRORS):  # without Redis, these streams are not counted
                     life = gateway.envelopes.result_ttl
                     await gateway.stored.count_streams(envelope.key, envelope.tenant, envelope.request_ids, life)
 
 
 async def count_end(gateway: Gateway, envelope: Envelope) -> None:
-    """Count only the envelope of an answer that has ended. The collector counts what is stored of a response."""
+    """Replace the count of an ended answer by the size of its envelope. The collector does so for stored responses."""
     is_collected = isinstance(envelope.options, ResponseOptions) and (
         envelope.options.store or envelope.options.background
     )
     if envelope.counted_bytes and not is_collected:
         left = gateway.envelopes.size(envelope), gateway.envelopes.life(envelope)
-        with contextlib.suppress(*REDIS_ERRORS):  # the count ends by itself
+        with contextlib.suppress(*REDIS_ERRORS):  # without Redis, the count expires later by itself
             await gateway.stored.change(envelope.key, envelope.tenant, envelope.id, *left)
 
 

@@ -26,7 +26,7 @@ class WatchedFile(Generic[Content]):
     Args:
         what: the file's name in the log, such as "key file".
         read: returns the content of a version, or raises GatewaySettingsError.
-        when_read: called after each read of a new version with whether it is valid.
+        when_read: called after each read of a new version; its argument says whether the version is valid.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The way out that all APIs share: the stored envelope, the reader of a request's streams, and server-sent events.
+"""What all APIs share to write answers: the stored envelope, the reader of a request's streams, server-sent events.
 
-Each API's own chunks are made by the `stream.py` of its folder.
+The `stream.py` in the folder of each API makes the chunks of that API.
 """

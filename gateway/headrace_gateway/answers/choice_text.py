@@ -29,10 +29,10 @@ class ChoiceText:
             )
         )
         self.num_reasoning_tokens = 0
-        """Exact except for the entry in which the answer begins."""
+        """All tokens of an entry count if any of its text is reasoning."""
 
     def read(self, event: ChunkEvent) -> Iterator[ParserEvent]:
-        """Yield what the entry adds. Adjacent events of one kind are merged."""
+        """Yield the parser events that the entry adds. Adjacent events of one kind are merged."""
         if self._parser is None:
             if event.text:
                 yield Content(event.text)

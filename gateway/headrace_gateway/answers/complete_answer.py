@@ -11,7 +11,7 @@ _KEPT: Final = ("id", "created", "model", "service_tier", "system_fingerprint")
 
 
 class CompleteAnswer:
-    """Builds an answer chunk by chunk, without storing the chunks. They must have been written `with_usage`."""
+    """Builds an answer chunk by chunk, without storing the chunks. Write them with the options of `with_usage`."""
 
     def __init__(self, options: AnswerOptions) -> None:
         self._options: Final = options
@@ -19,7 +19,7 @@ class CompleteAnswer:
         self._answer: Final[Chunk] = {}
         self._choices: Final[dict[int, Chunk]] = {}
         self._inputs: Final[dict[int, str]] = {}
-        """The arguments of a message's calls, by the index of their block."""
+        """The arguments of a message's tool calls as JSON text, by the index of the content block."""
 
     def add(self, chunk: Chunk) -> None:
         """Add the next chunk."""
@@ -123,7 +123,7 @@ def _joined(before: Chunk | None, more: Chunk) -> Chunk:
 
 
 def input_of(text: str) -> dict[str, Any]:
-    """Return the arguments of a call. If they are not a JSON object, as when cut off, wrap them as Anthropic does."""
+    """Return the arguments of a call. Text that is no JSON object, such as a truncated one, is wrapped in a map."""
     if not text.strip():
         return {}
     try:

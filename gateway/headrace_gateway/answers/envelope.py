@@ -1,7 +1,7 @@
-"""The envelope: what a replica needs to write the answer of a request that another replica accepted; and its ids.
+"""The envelope: the record with which a replica can write the answer of a request that another replica accepted.
 
 The accepting replica writes it to Redis before it submits the request. Any replica reads it to retrieve the answer.
-The ids of the objects in an answer are derived from its own, so that every replica gives the same ones.
+The ids of the objects in an answer are derived from the answer's id, so that every replica writes the same ids.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _PREFIXES: Final = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 VERSION: Final = 1
-"""Increased if answers written by an older replica would differ. A replica refuses a version that it does not know."""
+"""Increase it if older replicas would write other answers. A replica refuses an envelope of another version."""
 
 
 def new_id(prefix: str) -> str:
@@ -53,7 +53,7 @@ def with_ids(items: Sequence[dict[str, Any]], response_id: str) -> tuple[dict[st
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
-    """An accepted request. `id` is OpenAI's, such as `chatcmpl-...`, and the id of the first request in the queue."""
+    """An accepted request. `id`, such as `chatcmpl-...`, is also the id of the first request in the queue."""
 
     id: str
     request_ids: tuple[str, ...]
@@ -69,9 +69,9 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after `created` at which the request expires in the queue."""
     version: int = VERSION
     tokens_per_minute: int | None = None
-    """The key's, to which a collector charges an answer that no client reads."""
+    """The key's limit. A collector charges an answer that no client reads against it."""
     counted_bytes: int = 0
-    """What `StoredBytes` counts for it until the answer has ended."""
+    """Bytes that `StoredBytes` counts for the request until its answer has ended."""
 
     @classmethod
     def of(cls, call: Call, answer_id: str, key: ApiKey, *, expires: int) -> Self:
@@ -134,7 +134,7 @@ class EnvelopeStore:
     async def get(self, answer_id: str, key: ApiKey) -> Envelope:
         """Return the envelope of an answer that this key may read.
 
-        Raises ApiError 404 if there is none or another key owns it, and 503 if only a newer replica can read it.
+        Raises ApiError 404 if there is none or another key owns it, and 503 if a replica of another release wrote it.
         """
         envelope = await self.find(answer_id)
         if envelope is None or envelope.key != key.name or envelope.tenant != key.tenant:
@@ -143,9 +143,9 @@ class EnvelopeStore:
         return envelope
 
     async def find(self, answer_id: str) -> Envelope | None:
-        """Return the envelope whichever key owns it. Administrators see that an answer exists, not what it says.
+        """Return the envelope, whichever key owns it; None if there is none.
 
-        Raises ApiError 503 if only a newer replica can read it.
+        Raises ApiError 503 if this replica cannot decode it.
         """
         packed = await self._client.get(envelope_key(answer_id)) if _ID.fullmatch(answer_id) else None
         if not isinstance(packed, bytes):
@@ -157,7 +157,7 @@ class EnvelopeStore:
 
 
 def check_release(envelope: Envelope) -> None:
-    """Raise ApiError 503 if only a newer replica can write the answer."""
+    """Raise ApiError 503 if only a replica of another release can write the answer."""
     if envelope.version != VERSION or (
         isinstance(envelope.options, ParsedOptions) and not _knows_parsers(envelope.options)
     ):

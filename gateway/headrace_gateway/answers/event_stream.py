@@ -29,17 +29,17 @@ class EventEncoder(Protocol):
     """Encodes the chunks of one stream as events."""
 
     end: bytes
-    """What follows the last chunk."""
+    """Bytes sent after the last chunk."""
 
     @property
     def keep_alive(self) -> bytes:
-        """What an idle stream sends, so that proxies keep its connection open."""
+        """Bytes that an idle stream sends so that proxies keep its connection open."""
 
     def event(self, chunk: dict[str, Any], cursor: Cursor) -> bytes:
         """Return one chunk as an event."""
 
     def error(self, failure: ApiError) -> bytes:
-        """Return the event that ends a stream with an error, after its status was sent."""
+        """Return the event that reports an error after the HTTP status was sent."""
 
 
 class DataEncoder:
@@ -99,10 +99,10 @@ class EventStream(Response):
     """Streams the chunks of one answer, one send per event. It ends as soon as the client disconnects.
 
     Args:
-        reader: of the answer; closed with `resources`.
-        first: the chunks that were read before the status was known.
-        encoder: of its API.
-        keep_alive: idle seconds after which a comment is sent.
+        reader: reads the answer. `resources` closes it.
+        first: the chunks that were read before the HTTP status was chosen; None if no chunk has arrived.
+        encoder: encodes the chunks as events of the API.
+        keep_alive: idle seconds after which `encoder.keep_alive` is sent.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ _CURSOR: Final = re.compile(CURSOR_PATTERN)
 
 
 class Cursor(NamedTuple):
-    """The position of a reader in a stream: `<entry id>.<k>`, the k-th chunk of a stream entry. They sort by that."""
+    """The position of a reader in a stream: `<entry id>.<k>`, the k-th chunk of a stream entry, k from 0."""
 
     attempt: int
     offset: int
@@ -47,9 +47,9 @@ class Cursor(NamedTuple):
 
 
 class AnswerStream(ABC):
-    """Turns the entries of a request's streams into chunks, which depend on the envelope and the entries alone.
+    """Turns the entries of a request's streams into chunks. These depend on the envelope and the entries alone.
 
-    So the same chunks come from every replica, whatever the batches in which the entries are read.
+    So every replica produces the same chunks, however many entries it reads at a time.
     """
 
     has_ended = False
@@ -120,7 +120,7 @@ class AnswerReader:
             self._output_tokens[request_id] = event.usage.completion_tokens
 
     def opening(self) -> list[ChunkAndCursor]:
-        """Return the chunks after the cursor that precede the first entry. Call it once, before `take`."""
+        """Return the chunks before the first entry, less those up to the cursor. Call it once, before `take`."""
         placed = [(chunk, Cursor(0, 0, number)) for number, chunk in enumerate(self._stream.opening())]
         return [(chunk, cursor) for chunk, cursor in placed if self._is_after(chunk, cursor)]
 
@@ -179,7 +179,7 @@ async def open_reader(
     """Open the answer at its first entry. Chunks up to the cursor are read, but not returned.
 
     Args:
-        stream: a new one of the envelope.
+        stream: a new AnswerStream for the envelope.
     """
     async with hub.subscribe(dict.fromkeys(envelope.request_ids, "0-0")) as subscription:
         yield AnswerReader(envelope, stream, subscription, after)

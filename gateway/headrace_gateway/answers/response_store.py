@@ -1,7 +1,7 @@
 """`ResponseStore`: stores for the Responses API what must outlive a stream: a request's input, and later its end.
 
-The envelope has what the request determines, and is kept as long. `state` has the fields of the object that
-`ResponseStream.state` returns.
+The envelope has the fields that the request determines. It is kept as long as the response. The stored `state` is the
+object that `ResponseStream.state` returns.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import redis.asyncio
 
 MAX_STORED_BYTES: Final = 4 * 2**20
-"""Of the input of one response, and also of its output."""
+"""Limit of the input of one response. Its output has the same limit."""
 _TOO_LARGE: Final = "too_large"
 _PUT: Final = script("response_put")
 _FINISH: Final = script("response_finish")
@@ -36,7 +36,7 @@ class ResponseStore:
 
     Args:
         client: from the broker's `connections.connect_async`.
-        claims: the work of `ResponseCollector`.
+        claims: the responses whose end `ResponseCollector` has to store.
         life: seconds that an object is stored after its end.
     """
 
@@ -51,7 +51,7 @@ class ResponseStore:
     async def put(self, envelope: Envelope, input_items: Sequence[dict[str, Any]]) -> None:
         """Store the envelope and the input of a request, and schedule the collection of its end.
 
-        The claim comes last: a collector that finds no envelope takes the response for deleted.
+        The claim is added last: if a collector finds no envelope, it treats the response as deleted.
 
         Raises ApiError 400 if the input is too large.
         """
@@ -72,10 +72,11 @@ class ResponseStore:
             await self._claims.add(envelope.id, after=1.0)
 
     async def delete(self, response_id: str, *, had_ended: bool) -> None:
-        """Delete all of it at once. A marker stays for as long as an Idempotency-Key is bound to it.
+        """Delete the response at once. A marker stays for as long as an Idempotency-Key is bound to the response.
 
         Args:
-            had_ended: its stream and result are deleted, too. A worker may still write to those of a cancelled one.
+            had_ended: whether the response had ended. If so, its stream and its result are deleted too. A worker may
+                still write to the stream of a response that was just cancelled.
         """
         async with self._client.pipeline(transaction=True) as pipe:
             pipe.delete(envelope_key(response_id), response_key(response_id))
@@ -85,7 +86,7 @@ class ResponseStore:
             await pipe.execute()
 
     async def kept(self, response_id: str) -> tuple[int, int]:
-        """Return how many bytes are stored of a response, and for how many seconds."""
+        """Return the number of stored bytes of a response, and the seconds until they expire."""
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.hstrlen(response_key(response_id), "input")
             pipe.hstrlen(response_key(response_id), "state")
@@ -121,7 +122,7 @@ class ResponseStore:
     async def finish(self, claim: Claim, state: dict[str, Any]) -> str | None:
         """Store the end once, and return the status that is stored; None if the claim is lost.
 
-        The input of a response that could not run is deleted, such as one that exceeds the context.
+        If the response could not run, for example because it exceeds the context, its input is deleted.
         """
         packed = _ENCODE(state)
         if len(packed) > MAX_STORED_BYTES:

@@ -23,7 +23,7 @@ def chat_logprobs(tokens: Iterable[list[TokenLogprob]], *, top: int, as_ids: boo
 
     Args:
         tokens: one list per token, the token itself first.
-        top: alternatives per position.
+        top: number of alternatives per position.
     """
     content = [
         _chat_token(candidates[0], as_ids)
@@ -42,7 +42,10 @@ def _chat_token(candidate: TokenLogprob, as_id: bool) -> dict[str, Any]:
 
 
 def most_likely(candidates: list[TokenLogprob], top: int) -> list[TokenLogprob]:
-    """Return those with the first `top` ranks. A token among them is in the list twice."""
+    """Return the candidates of rank 1 to `top`, by rank. Drop the second entry of a token that is listed twice.
+
+    `candidates` begins with the chosen token, and lists it again if it is among the most likely.
+    """
     ranked = {candidate.token_id: candidate for candidate in candidates if candidate.rank <= top}
     return sorted(ranked.values(), key=lambda candidate: candidate.rank)
 
@@ -51,7 +54,7 @@ class CompletionLogprobs:
     """The `logprobs` of a completion's choices. Offsets count the characters of each choice's text.
 
     Args:
-        top: alternatives per position; the token itself is always among them.
+        top: number of alternatives per position. The token itself is always added.
     """
 
     def __init__(self, *, top: int, as_ids: bool) -> None:

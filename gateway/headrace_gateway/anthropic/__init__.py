@@ -1,1 +1,1 @@
-"""Anthropic's Messages API. Its errors are in `http`, where every error becomes an answer."""
+"""Anthropic's Messages API. The format of its errors is in `http`, with that of all other errors."""

@@ -238,7 +238,7 @@ def _read_stops(given: Mapping[str, Any], chat: dict[str, Any], problems: Proble
 
 
 def _check_hints(given: Mapping[str, Any], problems: Problems) -> None:
-    """Note values that would change the result; the others have no effect."""
+    """Record the values that ask for another result than the service gives. The other values change no result."""
     if given.get("speed", "standard") != "standard":
         problems.ignore("speed", "speed must be standard or absent")
     edits = given.get("context_management", {})

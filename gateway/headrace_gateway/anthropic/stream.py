@@ -24,7 +24,7 @@ class MessageStream(AnswerStream):
     """Writes the events of one message.
 
     Args:
-        envelope: of one request, with a MessageOptions.
+        envelope: the envelope of one request, with a MessageOptions.
     """
 
     def __init__(self, envelope: Envelope) -> None:
@@ -44,7 +44,7 @@ class MessageStream(AnswerStream):
     def step(self, _request_id: str, event: StreamEvent) -> list[Event]:
         """Return the events that an entry adds."""
         if isinstance(event, StartEvent):
-            self._start = self._start or event  # another worker resumed the request
+            self._start = self._start or event  # a second start: another worker resumed the request
             return []
         if isinstance(event, ChunkEvent):
             return [*self._begin(), *self._blocks(event)]

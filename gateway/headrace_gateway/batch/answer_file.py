@@ -28,7 +28,7 @@ _DECODER: Final = msgspec.json.Decoder(Answered)
 
 
 class AnswerFile:
-    """Created by the first write or by `open`. It belongs to one run at a time. Call `close` at the end.
+    """The first write or `open` creates the file. It belongs to one run at a time. Call `close` at the end.
 
     All methods raise BatchError with a message for the user. A file that is not regular, such as a pipe or standard
     output (`-`), is only written, never read.
@@ -46,7 +46,7 @@ class AnswerFile:
 
     @property
     def is_regular(self) -> bool:
-        """Whether it is open and its lines can be read."""
+        """Whether the file is open and its lines can be read."""
         return self._is_regular
 
     def exists(self) -> bool:
@@ -57,7 +57,7 @@ class AnswerFile:
         return self._path is not None and other._path is not None and self._path.samefile(other._path)
 
     def open(self) -> None:
-        """Open it for this run alone; create it if it does not exist."""
+        """Open the file for this run alone; create it if it does not exist."""
         if self._fd is not None:
             return
         try:
@@ -76,10 +76,10 @@ class AnswerFile:
             raise self._not_written(error) from None
 
     def answered(self, *, is_ours: bool) -> Iterator[Answered]:
-        """Yield the answers that it holds. An incomplete last line is cut off.
+        """Yield the answers in the file. An incomplete last line is cut off.
 
         Args:
-            is_ours: a run created this file. Nothing is cut off a file that no run created.
+            is_ours: whether a run created this file. If not, an incomplete last line raises BatchError.
         """
         if not self._is_regular or self._path is None:
             return

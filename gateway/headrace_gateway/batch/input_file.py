@@ -1,4 +1,4 @@
-"""`InputFile`: the lines of a batch's input, read again as often as needed, a few in memory at a time."""
+"""`InputFile`: reads the lines of a batch's input, any number of times, with a few lines in memory at a time."""
 
 import shutil
 import sys
@@ -19,7 +19,7 @@ STANDARD: Final = "-"
 _BLOCK_LINES: Final = 32
 _BLOCK_BLANKS: Final = 1024
 _BLOCK_BYTES: Final = SMALL_BYTES
-"""The event loop handles a block in one turn."""
+"""Limits of a block of lines. The event loop handles a whole block before other tasks get a turn."""
 
 
 class InputFile:
@@ -46,7 +46,7 @@ class InputFile:
         return ((number, line) for number, line in self._all_lines() if not _is_blank(line))
 
     def _all_lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yield the same lines with blank ones. A byte order mark at the start is no part of the first line."""
+        """Yield these lines and the blank ones too. A byte order mark at the start is not part of the first line."""
         self._file.seek(0)
         if self._file.read(len(BOM_UTF8)) != BOM_UTF8:
             self._file.seek(0)
@@ -58,9 +58,9 @@ class InputFile:
                 line = self._read_line()
 
     async def read(self, *, max_lines: int | None = None) -> AsyncIterator[tuple[int, bytes]]:
-        """Yield the same lines without blocking the event loop: a thread reads a few at a time.
+        """Yield what `lines` yields without blocking the event loop: a thread reads a few lines at a time.
 
-        Raises InputRefusedError if it has more than `max_lines`, of which blank ones count, too.
+        Raises InputRefusedError if the file has more than `max_lines` lines, blank ones included.
         """
         lines = self._all_lines()
         while block := await in_file_thread(_block, lines):
@@ -79,12 +79,12 @@ class InputFile:
 
 
 def _is_blank(line: bytes) -> bool:
-    """Return whether a line is blank. An oversized one is not: it is cut, and what follows is unknown."""
+    """Return whether a line is blank. An oversized line counts as not blank: it was cut, so its end is unknown."""
     return len(line) <= MAX_LINE_BYTES and not line.strip()
 
 
 def _block(lines: Iterator[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
-    """Return the next lines, with b"" for blank ones: few enough that no other reader waits long."""
+    """Return the next lines, with b"" for blank ones. The block is small, so that other readers do not wait long."""
     block: list[tuple[int, bytes]] = []
     num_bytes = num_filled = 0
     for number, line in lines:

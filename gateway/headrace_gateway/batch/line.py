@@ -35,20 +35,20 @@ ENDPOINTS: Final = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS
 _FIELDS: Final = ("custom_id", "method", "url", "body")
 _ENCODE: Final = msgspec.json.Encoder().encode
 _MOST_DEATHS: Final = 3
-"""How often a line is read if the process dies of it, or is killed with the gateway by a service manager."""
+"""Attempts to read a line. The reading process may die of the line, or a service manager may kill all processes."""
 
 Value = TypeVar("Value")
 
 
 class BatchLine(msgspec.Struct, frozen=True):
-    """A request of a batch. Its body is parsed again where it is needed, so that a large one is never kept parsed."""
+    """A request of a batch. Its body is parsed again where it is needed, so that no parsed body stays in memory."""
 
     custom_id: str
     url: str
     model: str | None
-    """The body's; None if it is absent."""
+    """The model that the body names; None if it names none."""
     id: str
-    """The id of the line that answers it: a digest, so it identifies this request alone."""
+    """Id of the answer line: a digest of the request, so it identifies this request alone."""
     raw: bytes
     """The whole line."""
 
@@ -100,7 +100,7 @@ def read_line(raw: bytes) -> BatchLine:
 
 
 def read_call(raw: bytes, model: RegisteredModel, lora: str | None) -> Call:
-    """Check the body of a line of `read_line` as its endpoint does. Raises ApiError that lists every problem."""
+    """Check the body of a line that `read_line` accepts, as its endpoint does. Raises ApiError with every problem."""
     line = _parsed(raw)
     api, body = ENDPOINTS[line["url"]], line["body"]
     if api is RESPONSES:
@@ -122,8 +122,8 @@ class LineReader:
     """Reads the lines of one key's batches, the large ones in the process that reads large bodies.
 
     Args:
-        bodies: reads the large lines. The key's own requests do not wait for more than one of them. None: they are read
-            in this process.
+        bodies: reads the large lines, one line of the key at a time. So a large request of the key waits for at most
+            one line. None: this process reads the lines.
     """
 
     def __init__(self, bodies: BodyProcess | None, key: ApiKey) -> None:
@@ -131,11 +131,11 @@ class LineReader:
         self._owner: Final = ("batches", key.name)
 
     async def line(self, raw: bytes) -> BatchLine:
-        """Parse a line, as `read_line`. Raises ApiError."""
+        """Parse a line as `read_line` does. Raises ApiError."""
         return await self._read(raw, read_line)
 
     async def call(self, line: BatchLine, model: RegisteredModel, lora: str | None) -> Call:
-        """Check its body, as `read_call`. Raises ApiError."""
+        """Check the body of a line as `read_call` does. Raises ApiError."""
         return await self._read(line.raw, partial(read_call, model=model, lora=lora))
 
     async def _read(self, raw: bytes, act: Callable[[bytes], Value]) -> Value:

@@ -40,9 +40,9 @@ from headrace_gateway.requests.call_fields import bounded_priority
 from headrace_wire.codes import BatchCode, ErrorCode
 
 _FOREVER: Final = 10 * 365 * 86400
-"""The batch handles its own deadline; the reader must not."""
+"""Expiry in the envelope of a line, in seconds. The batch enforces its own deadline; the reader must not."""
 _LOST_LIMIT: Final = 3
-"""How often a line is sent if its stream disappears before it is read."""
+"""Number of times that a line is sent if its stream disappears before it is read."""
 _LONGEST_PAUSE: Final = 10.0
 _LONGEST_RESEND: Final = 3600.0
 
@@ -70,7 +70,7 @@ class _AnswerLostError(Exception):
     def __init__(self, *, was_sent: bool) -> None:
         super().__init__()
         self.was_sent = was_sent
-        """Whether this run sent it; otherwise it attached to it."""
+        """Whether this run sent the request. Otherwise it attached to a request that was sent before."""
 
 
 class _QuotaError(Exception):
@@ -82,13 +82,15 @@ class LineRequests:
 
     Args:
         hub: must retry for as long as Redis is unavailable.
-        secret: the batch's. All request ids are derived from it, so a replica that resumes the batch finds them again.
-        key: the owner of the requests. A body may ask for a worse priority than its best one.
+        secret: the secret of the batch. All request ids are derived from it, so a replica that resumes the batch finds
+            the requests again.
+        key: the owner of the requests. A body may ask for a lower priority than the key's `best_priority`.
         deadline: Unix seconds after which the queue drops unanswered requests; None: never.
         on_waiting: called with the reason each time that a line cannot be sent.
         bodies: reads the large lines; None: this process reads them.
         pause: seconds before a failed send is retried.
-        resend_after: seconds after which a request is sent again, in case Redis has lost it; doubled with each repeat.
+        resend_after: seconds without output after which a request is sent again, in case Redis has lost it. The wait
+            doubles with each repeat.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class LineRequests:
     async def stop(self) -> None:
         """Cancel the open requests. Answered lines keep their answers; every other line raises LineStoppedError.
 
-        Raises QueueUnavailableError if Redis is unavailable; nothing more is sent in any case.
+        Raises QueueUnavailableError if Redis is unavailable. Even then, no more requests are sent.
         """
         self._is_stopped = True
         for request_ids in list(self._running):
@@ -150,7 +152,7 @@ class LineRequests:
                     message = f"the request was sent {num_lost} times, and its stream was lost each time"
                     return LineAnswer(line.unanswered(BatchCode.ANSWER_LOST, message), False, request_ids=request_ids)
                 attempt += 1
-            except redis.RedisError as error:  # out of memory, read-only: the retry has the same id
+            except redis.RedisError as error:  # such as out of memory or read-only; the retry has the same id
                 if isinstance(error, redis.exceptions.NoPermissionError):
                     raise
                 check_cancelled()
@@ -219,7 +221,7 @@ class LineRequests:
             self._running.discard(envelope.request_ids)
 
     async def _read(self, envelope: Envelope, api: Api, requests: list[SubmitRequest]) -> dict[str, Any]:
-        """Send and read. A repeated send does not run twice: the queue drops a second message with the same id."""
+        """Send the requests and read the answer. The queue drops a second message with the same id."""
         answer = CompleteAnswer(envelope.options)
         resend_after = self._resend_after
         async with open_reader(self._hub, envelope, api.stream(envelope)) as reader:
@@ -240,7 +242,7 @@ class LineRequests:
         return answer.whole()
 
     async def _send(self, requests: list[SubmitRequest]) -> bool:
-        """Return whether any request was sent: one that is running or has ended is not."""
+        """Send the requests, except those that run or have ended. Return whether any was sent."""
         num_sent = 0
         for request in requests:
             with contextlib.suppress(UsedRequestIdError):  # an earlier holder of the claim sent it

@@ -21,7 +21,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     key: str
-    """Name of the API key that owns it. The batch keeps the rights that the key had then."""
+    """Name of the API key that owns the batch. The batch keeps the rights that the key had at its creation."""
     tenant: str | None
     best_priority: int
     models: tuple[str, ...] | None
@@ -43,7 +43,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Committed(msgspec.Struct, frozen=True, array_like=True):
-    """What is committed of one segment: its leading bytes that are on the disk, and the lines in them."""
+    """The committed part of one segment: its leading bytes that are on the disk, and the lines and tokens in them."""
 
     output_bytes: int = 0
     error_bytes: int = 0
@@ -66,7 +66,7 @@ class Batch:
     record: BatchRecord
     status: str
     times: Mapping[str, int] = field(default_factory=dict)
-    """When it became `in_progress`, `finalizing` and so on."""
+    """Unix seconds at which the batch became `in_progress`, `finalizing` and so on."""
     total: int | None = None
     """Number of lines; None until they are checked."""
     model: str | None = None

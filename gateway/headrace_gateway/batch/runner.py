@@ -53,7 +53,7 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Work until cancelled."""
-        sweeping = asyncio.create_task(self._sweep_periodically())  # it may outlast a claim
+        sweeping = asyncio.create_task(self._sweep_periodically())  # a sweep may take longer than a claim lasts
         try:
             await poll(self._poll, "batches", seconds=_POLL_SECONDS)
         finally:
@@ -75,7 +75,7 @@ class BatchRunner:
         return False
 
     async def _begin(self, claim: Claim) -> bool:
-        """Start work on a batch; return False if it was returned."""
+        """Start work on a batch; return False if its claim was released instead."""
         older = [held for claimed, held in self._held.items() if claimed.item == claim.item]
         for held in older:  # Redis has lost its claim; two tasks must not run one batch
             held.task.cancel()
@@ -127,7 +127,7 @@ class BatchRunner:
                 await in_file_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _has_these_batches(self) -> bool:
-        """Return whether the batches in the directory are this Redis's. Any other Redis would know none of them."""
+        """Return whether the batches in the directory are stored in this Redis. No other Redis knows any of them."""
         files, store = self._context.files, self._context.store
         kept = await in_file_thread(files.redis_id)
         if kept is None:
@@ -146,7 +146,7 @@ class BatchRunner:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        with contextlib.suppress(*REDIS_ERRORS):  # then the claims expire
+        with contextlib.suppress(*REDIS_ERRORS):  # without Redis, the claims expire
             for claim in self._held:
                 await self._claims.release(claim)
 

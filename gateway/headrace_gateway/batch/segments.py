@@ -1,8 +1,8 @@
 """`SegmentWriter`: writes the answers of one claim of a batch, and commits them.
 
-Each claim writes files of its own. A line is committed once it is on the disk and Redis has recorded the length of the
-files. Redis accepts a length only from the claim that holds the batch. Anything else that a replica has written, for
-example after it lost its claim, is never read.
+Each claim writes segments of its own. A segment is a file of answers and a file of errors. A line is committed once it
+is on the disk and Redis has recorded the length of the files. Redis accepts a length only from the claim that holds the
+batch. Bytes that are not committed are never read, for example those of a replica that has lost its claim.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class SegmentWriter:
     """Run `run` as a task beside the callers of `add`. It waits for as long as the disk or Redis is unavailable.
 
     Args:
-        folder: the batch's.
+        folder: the folder of the batch.
         on_waiting: called with the reason each time that a write fails, and with None when writing works again.
     """
 
@@ -67,7 +67,7 @@ class SegmentWriter:
         self._segment: _Segment | None = None
 
     async def add(self, answers: list[LineAnswer]) -> None:
-        """Write answers. When this returns they are committed, and so are all that were added before.
+        """Write answers. When `add` returns, these answers and all that were added before are committed.
 
         They are written even if the caller is cancelled.
         """
@@ -84,7 +84,7 @@ class SegmentWriter:
         try:
             while True:
                 await self._has_any.wait()
-                with contextlib.suppress(TimeoutError):  # a second has passed: write what is there
+                with contextlib.suppress(TimeoutError):  # a second has passed: write the answers so far
                     async with asyncio.timeout(_COMMIT_SECONDS):
                         await self._has_many.wait()
                 await self.flush()
@@ -94,7 +94,7 @@ class SegmentWriter:
                 self._segment.close()
 
     async def flush(self) -> None:
-        """Write and commit what is pending. Raises ClaimLostError."""
+        """Write and commit the pending answers. Raises ClaimLostError."""
         taken, self._waiting, self._num_waiting = self._waiting, [], 0
         self._has_any.clear()
         self._has_many.clear()
@@ -126,7 +126,7 @@ class SegmentWriter:
     async def _drop_segment(self) -> None:
         segment, self._segment = self._segment, None
         if segment is not None:
-            with contextlib.suppress(OSError):  # what is committed of it is on the disk
+            with contextlib.suppress(OSError):  # its committed bytes are on the disk
                 await _in_thread(segment.drop)
 
     async def _commit(self, segment: str, committed: Committed) -> None:
@@ -142,7 +142,7 @@ class SegmentWriter:
 
 
 class _Segment:
-    """The two files of one claim. Methods block, and raise BatchError or OSError."""
+    """The two files of a segment. Methods block, and raise BatchError or OSError."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.name: Final = name
@@ -155,7 +155,7 @@ class _Segment:
         return cls(folder, f"{claim.token:016d}-{secrets.token_hex(8)}")
 
     def write(self, answers: Sequence[LineAnswer]) -> Committed:
-        """Append answers and flush them to the disk; return what is then committed."""
+        """Append answers and flush them to the disk. Return the lengths and counts to commit."""
         succeeded = [answer for answer in answers if answer.is_success]
         failed = [answer for answer in answers if not answer.is_success]
         for file, some in ((self._output, succeeded), (self._errors, failed)):
@@ -177,7 +177,7 @@ class _Segment:
         return total
 
     def drop(self) -> None:
-        """Close it; delete it if nothing of it is committed."""
+        """Close the files. Delete them if none of their bytes are committed."""
         self.close()
         if self.committed == Committed():
             for path in self._paths:
@@ -189,7 +189,7 @@ class _Segment:
 
 
 def _usage(usage: Mapping[str, Any]) -> Committed:
-    """Return the token counts, by the field names of completions or of responses."""
+    """Return the token counts of the `usage` of a completion or of a response."""
     before, after = ("input", "output") if "input_tokens" in usage else ("prompt", "completion")
     return Committed(
         input_tokens=usage.get(f"{before}_tokens", 0),
@@ -229,7 +229,7 @@ def answered_ids(folder: Path, batch: Batch) -> Iterator[str]:
 
 
 async def _in_thread(act: Callable[..., Any], *args: Any) -> Any:
-    """Run it in a thread to completion, even if this task is cancelled, so that the file is closed after it."""
+    """Run `act` in a thread to completion, even if this task is cancelled. So no file is closed while it is in use."""
     running = start_in_file_thread(act, *args)
     try:
         return await asyncio.shield(running)

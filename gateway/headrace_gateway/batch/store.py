@@ -34,7 +34,7 @@ MOST_OPEN: Final = 16
 _MOST_KEPT: Final = 1000
 """Batches of one key that are stored. A new one replaces the oldest that has ended."""
 _REQUEST_SECONDS: Final = 30
-"""The worker may not have stored the result yet. The life of other requests would let too many pile up in Redis."""
+"""Seconds for which Redis keeps the requests of a committed line. The worker may still have to store the result."""
 _ID: Final = re.compile(r"batch_[0-9a-f]{32}")
 _SEGMENT: Final = "seg:"
 _AT: Final = "at:"
@@ -48,7 +48,7 @@ class ClaimLostError(HeadraceGatewayError):
 
 
 class BatchStore:
-    """Methods raise redis-py's errors.
+    """Stores batches. Methods raise redis-py's errors.
 
     Args:
         client: from the broker's `connections.connect_async`.

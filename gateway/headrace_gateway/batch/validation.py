@@ -17,15 +17,15 @@ _SHOWN: Final = 20
 
 
 class KnownLine(NamedTuple):
-    """What is remembered of each line of the input."""
+    """The data that stays in memory for each line of the input."""
 
     number: int
     id: str
-    """The id of the line that answers it."""
+    """Id of the answer line."""
 
 
 class CheckedInput(NamedTuple):
-    """What is known of an input without errors."""
+    """The lines and models of an input without errors."""
 
     lines: dict[str, KnownLine]
     """The lines by custom id."""
@@ -48,7 +48,7 @@ async def check_input(
     Args:
         bodies: reads the large lines; None: this process reads them.
         endpoint: the `url` that all lines must have; None: any.
-        max_lines: None: no limit.
+        max_lines: number of lines that the input may have; None: no limit.
         strict: refuse fields that would be ignored.
 
     Raises InputRefusedError with the problems, QueueUnavailableError if the models cannot be read from Redis.
@@ -120,7 +120,7 @@ def _problem(number: int, error: ApiError) -> LineProblem:
 def find_answered(file: AnswerFile, known: Mapping[str, KnownLine], *, is_ours: bool) -> set[str]:
     """Return the custom ids that the file has an answer for.
 
-    Raises BatchError for an answer to a request that is not in the input, and for a second answer to the same one.
+    Raises BatchError for an answer to a request that is not in the input, and for a second answer to one request.
     """
     answered: set[str] = set()
     for number, line in enumerate(file.answered(is_ours=is_ours), 1):

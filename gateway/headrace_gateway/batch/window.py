@@ -1,6 +1,6 @@
 """Limits the lines in the queue, and shares the limit fairly among the batches of a process.
 
-A line takes a slot for each 64 KiB that it has begun, since it is in the memory of the process and of Redis.
+A line takes one slot per 64 KiB of its size, rounded up, because it is in the memory of the process and of Redis.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ class SharedWindow:
 
     Args:
         size: slots in total.
-        least: a batch with fewer slots gets those of its next line even if the others hold all, so that a batch whose
-            model has no worker cannot block the others.
+        least: a batch with fewer slots than this gets the slots of its next line even if none are free. So a batch
+            whose model has no worker cannot block the others.
     """
 
     def __init__(self, size: int, least: int = 1) -> None:
@@ -27,14 +27,14 @@ class SharedWindow:
         self._least: Final = least
         self._num_taken = 0
         self._waiting: Final[dict[Share, tuple[int, asyncio.Future[None]]]] = {}
-        """How many slots each waits for."""
+        """For each waiting share, the number of slots that it waits for, and the future that `_grant` sets."""
 
     def share(self) -> "Share":
         """Return the share of one batch; `close` it at the end."""
         return Share(self)
 
     async def acquire(self, share: "Share", count: int) -> None:
-        """Wait for so many slots."""
+        """Wait for `count` slots."""
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[share] = count, granted
         self._grant()

@@ -50,11 +50,11 @@ from headrace_wire.codes import BatchCode
 MAX_LINES: Final = 50_000
 _LOOK_SECONDS: Final = 1.0
 _STOP_SECONDS: Final = 10.0
-"""How long a stopped batch waits for the answers of requests that it has cancelled."""
+"""Seconds that a stopped batch waits for the answers of requests that it has cancelled."""
 _DISK_SECONDS: Final = 600.0
-"""How long a stopped batch waits for the disk."""
+"""Seconds that a stopped batch waits for the disk."""
 _END_SECONDS: Final = 5.0
-"""Redis's append-only file is flushed once a second."""
+"""Seconds that an ended batch keeps its folder. Redis flushes the status to its append-only file within a second."""
 _REST_LINES: Final = 1000
 _REASONS: Final = {
     BatchCode.BATCH_CANCELLED: "the batch was cancelled before this request was answered",
@@ -81,7 +81,7 @@ class BatchContext:
     window: SharedWindow
     metrics: GatewayMetrics
     priority: int
-    """The best priority that a line may have."""
+    """The highest priority that a line may have. 0 is the highest of all."""
     publish: Callable[..., Awaitable[None]]
     """Publishes the end of a batch to webhooks."""
     strict: bool = False
@@ -147,7 +147,10 @@ class BatchWork:
         await self._with_redis(partial(publish, key=record.key, tenant=record.tenant, at=at))
 
     async def _fail(self, batch: Batch, error: FileLostError) -> None:
-        """Fail the batch: its files were deleted, by another program or by the replica that has taken it over."""
+        """Fail the batch: another program has deleted its files.
+
+        Raises ClaimLostError if another replica has taken the batch over, because that replica may have deleted them.
+        """
         if await self._with_redis(partial(self._context.store.claims.renew, [self._claim])):
             raise ClaimLostError(self._claim.item)
         message = f"files of this batch are missing from the gateway's directory: {error}"
@@ -167,7 +170,7 @@ class BatchWork:
         await self._move(("validating",), "in_progress", total=len(checked.lines), model=model)
 
     async def _checked(self, record: BatchRecord) -> CheckedInput | None:
-        """Return None if the batch was stopped before the disk and Redis became available."""
+        """Check the input. Return None if the batch is stopped before the check ends."""
         checking = asyncio.create_task(self._with_disk(partial(self._check, record)))
         looking = asyncio.create_task(self._until_stopped(record, "validating"))
         try:
@@ -203,7 +206,7 @@ class BatchWork:
         return await in_file_thread(InputFile, str(input_path(self._folder)))
 
     async def _answer(self, batch: Batch) -> None:
-        """Send the lines without an answer, until all have one, or the batch is cancelled or expires."""
+        """Send the lines without an answer until every line has one, or until the batch is cancelled or expires."""
         if batch.total is not None:
             answered = await self._with_disk(partial(self._find_answered, batch))
             writer = SegmentWriter(self._folder, self._context.store, self._claim, on_waiting=self._disk)
@@ -232,7 +235,7 @@ class BatchWork:
             self.moved_at = time.monotonic()
             self._context.metrics.batch_line("completed" if answer.is_success else "failed")
             await writer.add([answer])
-            with contextlib.suppress(*REDIS_ERRORS):  # then the requests expire by themselves
+            with contextlib.suppress(*REDIS_ERRORS):  # without Redis, the requests expire later by themselves
                 await self._context.store.expire_requests(answer.request_ids)
 
         lines = self._unanswered(answered, stopped)
@@ -278,7 +281,7 @@ class BatchWork:
         )
 
     async def _find_answered(self, batch: Batch) -> bytearray:
-        """Return which lines of the input, by number, have a committed answer."""
+        """Return one byte per line number: 0 if the line needs an answer, 1 if it is blank or has a committed one."""
         ids = await in_file_thread(lambda: set(answered_ids(self._folder, batch))) if batch.segments else set()
         reader = LineReader(self._context.bodies, self._key)
         with await self._input() as source:
@@ -298,9 +301,10 @@ class BatchWork:
                     yield number, await reader.line(raw)
 
     async def _until_stopped(self, record: BatchRecord, running: str) -> BatchCode:
-        """Wait until the batch must stop, and return why. Waits for a moment in any case.
+        """Wait until the batch must stop, and return why. Wait at least `_LOOK_SECONDS`.
 
-        In that moment a replica that takes over a stopped batch attaches to the running requests, so as to cancel them.
+        In that time a replica that takes over a stopped batch attaches to the running requests, so that it can cancel
+        them.
         """
         while True:
             check_cancelled()
@@ -326,7 +330,7 @@ class BatchWork:
         await writer.add(rest)
 
     async def _make_files(self, before: tuple[str, ...], status: str) -> None:
-        """Make the output file and the error file from what is committed, each unless it would be empty."""
+        """Make the output file and the error file from the committed lines. No file is made that would be empty."""
         batch = await self._find()
         if batch is None:
             raise ClaimLostError(self._claim.item)
@@ -339,7 +343,7 @@ class BatchWork:
         await self._move(before, status, output_file_id=output, error_file_id=errors)
 
     def _assemble(self, batch: Batch) -> list[str | None]:
-        """Make the files. Their ids are derived, so a second replica that repeats this makes the same files."""
+        """Make the files and return their ids. A replica that repeats this makes files with the same ids."""
         made: list[str | None] = []
         for name, parts in zip(("output", "error"), committed_parts(self._folder, batch), strict=True):
             if not parts:
@@ -359,7 +363,7 @@ class BatchWork:
         return made
 
     def _disk(self, reason: str | None) -> None:
-        """Record whether the disk is usable. Raises FileLostError if a stopped batch has waited long enough."""
+        """Record whether the disk is usable. Raises FileLostError if a stopped batch has waited too long for it."""
         if reason is not None and time.time() > self._patient_until:
             raise FileLostError(reason)
         if reason is not None and not self.waits_for_disk:
@@ -379,7 +383,7 @@ class BatchWork:
         return batch
 
     async def _move(self, before: tuple[str, ...], status: str, **fields: Any) -> bool:
-        """Return False if the status is no longer in `before`: the next step starts from the current one."""
+        """Set the status. Return False if the batch no longer has a status in `before`; the caller reads it again."""
         return await self._with_redis(partial(self._context.store.move, self._claim, before, status, **fields))
 
     async def _with_redis(self, act: Callable[[], Awaitable[Value]]) -> Value:
@@ -411,7 +415,7 @@ class BatchWork:
                 return result
 
     def _has_lost(self, error: Exception) -> bool:
-        """Return whether files are gone for good: the directory is there and they are not."""
+        """Return whether files are gone for good: the directory is present, but the files are missing."""
         is_lost = isinstance(error, FileLostError) or is_missing(input_path(self._folder))
         return is_lost and not is_missing(self._folder.parent)
 
@@ -422,7 +426,7 @@ def input_path(folder: Path) -> Path:
 
 
 def keep_input(folder: Path, source: Path) -> None:
-    """Link or copy the input into the batch's folder, so that its file may be deleted. Blocks; raises OSError."""
+    """Link or copy the input into the batch's folder, so that the user may delete the file. Blocks; raises OSError."""
     folder.mkdir(mode=0o700, parents=True)
     try:
         try:

@@ -82,12 +82,13 @@ def bind_parsers(
 ) -> tuple[str | None, str | None]:
     """Return the tool parser and the reasoning parser of the answer, and set the sampling that they need.
 
-    A name that only newer gateways know counts as none.
+    A parser name that this gateway does not know counts as none.
     """
     tool_parser = reasoning_parser = None
     if model is not None and tools.choice == "auto" and model.tool_parser in TOOL_PARSERS:
         tool_parser = model.tool_parser
-    # A grammar of the caller permits no messages of gpt-oss. It begins after a thought that the prompt has opened.
+    # A caller's grammar does not permit the message headers of gpt-oss, so that parser is left out. Other models follow
+    # the grammar after the reasoning that the prompt has opened.
     is_all_grammar = "structured_outputs" in sampling and not tools.shown
     if model is not None and model.reasoning_parser in REASONING_PARSERS - ({HARMONY} if is_all_grammar else set()):
         reasoning_parser = model.reasoning_parser
@@ -165,7 +166,7 @@ def _bind_calls(
 
 
 def _reasons_not(model: RegisteredModel | None, variables: Mapping[str, Any]) -> bool:
-    """Return whether the request switches reasoning off: the template then closes it in the prompt."""
+    """Return whether the request switches reasoning off. The template then ends the reasoning in the prompt."""
     switch = model.template.thinking if model is not None else None
     return switch is not None and variables.get(switch) is False
 
@@ -193,7 +194,7 @@ def add_template_options(
 
 
 def template_variables(given: Mapping[str, Any], model: RegisteredModel | None, problems: Problems) -> dict[str, Any]:
-    """Return the chat template's variables. The caller's own ones override reasoning_effort."""
+    """Return the chat template's variables. The caller's `chat_template_kwargs` override `reasoning_effort`."""
     variables = checked(given, "chat_template_kwargs", problems) or {}
     effort = effort_variables(given.get("reasoning_effort"), model, problems)
     return {**effort, **variables}

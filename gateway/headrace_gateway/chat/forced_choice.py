@@ -61,9 +61,9 @@ def forced_choice(
     """Write a grammar that permits only calls of these functions.
 
     Args:
-        tools: those that may be called; one for a named choice.
-        tool_parser: of the model. Its own syntax is used if a grammar can write it as text, else that of Hermes.
-        reasoning_parser: of the model. With `think`, reasoning may come before the calls.
+        tools: the functions that may be called; exactly one for a named choice.
+        tool_parser: the model's tool parser. If a grammar cannot write its syntax as text, that of Hermes is used.
+        reasoning_parser: the model's reasoning parser. With `think`, reasoning may come before the calls.
         prompt_tail: the end of the prompt, if known. It shows whether reasoning has begun or ended.
         parallel: False: exactly one call; True: up to MAX_PARALLEL_CALLS.
 
@@ -150,7 +150,7 @@ def _text(text: str) -> str:
 def _opening(syntax: _Syntax, parser: str | None, prompt_tail: str | None) -> tuple[str, list[str]]:
     """Return the text before the first call, and the rules for it.
 
-    A rule for any text must not start as a call does, or it would match the call as its text.
+    A rule that matches any text must not match the start of a call, or it would match the whole call.
     """
     before = _text(syntax.before)
     if parser != "think" or (prompt_tail or "").rstrip().endswith("</think>"):

@@ -19,7 +19,7 @@ class ChatStream(AnswerStream):
     """Writes the chunks of one chat completion.
 
     Args:
-        envelope: of one request, with a ChatOptions.
+        envelope: the envelope of one request, with a ChatOptions.
     """
 
     def __init__(self, envelope: Envelope) -> None:

@@ -1,4 +1,4 @@
-"""The fields of a chat about tools: which functions exist, which may be called, and which must be."""
+"""The fields of a chat about tools: which functions exist, which may be called, and which must be called."""
 
 import re
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ class Tools:
     """The tools of a body and their choice."""
 
     shown: list[dict[str, Any]] = field(default_factory=list)
-    """As the chat template receives them template receives."""
+    """The tools as the chat template receives them."""
     allowed: tuple[Function, ...] = ()
     choice: ToolChoice = "none"
     """`named`: the one allowed function must be called."""

@@ -17,9 +17,9 @@ from headrace_wire.values import shown
 DEFAULT_MAX_TOKENS: Final = 16
 MAX_PROMPTS: Final = 128
 MAX_CHOICES: Final = 1024
-"""Of all prompts of a request."""
+"""Choices of one request, over all its prompts."""
 MAX_REPEATED_BYTES: Final = 8 * 2**20
-"""Each prompt becomes a request of its own in the queue, with a copy of the sampling parameters."""
+"""Limit for the copies of the sampling parameters. Each prompt becomes a request in the queue with its own copy."""
 
 
 def read_completion(body: Mapping[str, Any], *, lora: str | None) -> Call:
@@ -111,7 +111,7 @@ def _checked_requests(
     given: Mapping[str, Any],
     problems: Problems,
 ) -> tuple[GenerateRequest, ...]:
-    """Return the requests for the queue, one per prompt, or add the problems that its own rules have with them."""
+    """Return the requests for the queue, one per prompt. Add the problems that the queue's own rules find."""
     size = len(prompts) * len(msgspec.json.encode(sampling)) if len(prompts) > 1 else 0
     if size > MAX_REPEATED_BYTES:
         message = f"prompt has {len(prompts)} prompts, and the sampling parameters are copied for each"

@@ -17,7 +17,7 @@ class CompletionStream(AnswerStream):
     """Writes the chunks of one text completion.
 
     Args:
-        envelope: of one request per prompt, with a CompletionOptions.
+        envelope: the envelope of one request per prompt, with a CompletionOptions.
     """
 
     def __init__(self, envelope: Envelope) -> None:

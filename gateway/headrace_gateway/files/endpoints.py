@@ -29,7 +29,7 @@ from headrace_wire.codes import GatewayCode
 
 MOST_LISTED: Final = 10_000
 MOST_FILES: Final = 10_000
-"""Files of one key."""
+"""Number of files that one key may have."""
 _UPLOAD_SECONDS: Final = 3600.0
 _WRITE_BYTES: Final = 2**20
 _CHECK_BYTES: Final = 16 * 2**20
@@ -39,7 +39,7 @@ logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 
 def files_of(request: Request) -> StoredFiles:
-    """Return the directory, and make the caller the owner of this request's file calls.
+    """Return the directory of files, and set `file_owner` to the caller for this request.
 
     Raises ApiError 501 if the gateway has no directory.
     """
@@ -102,7 +102,7 @@ async def _blocks(request: Request, form: UploadForm) -> AsyncIterator[bytes]:
     size = body_size = 0
     async for data in request.stream():
         body_size += len(data)
-        if body_size > most + FORM_BYTES:  # parts without data, and bytes before the first part
+        if body_size > most + FORM_BYTES:  # includes parts without data, and bytes before the first part
             raise _too_large(most)
         form.write(data)
         if part := form.take():
@@ -122,7 +122,7 @@ async def _partial(files: StoredFiles, key: ApiKey) -> AsyncIterator[PartialFile
     try:
         yield partial
     finally:
-        await asyncio.shield(start_in_file_thread(partial.discard))  # done even if this is cancelled again
+        await asyncio.shield(start_in_file_thread(partial.discard))  # completes even if this task is cancelled again
 
 
 async def find_room(files: StoredFiles, key: ApiKey, most: int) -> int:

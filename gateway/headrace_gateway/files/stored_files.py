@@ -31,14 +31,14 @@ from headrace_gateway.keys.api_key import ApiKey
 KEPT_SECONDS: Final = 30 * 86_400
 """Default life of a file."""
 _STALE_SECONDS: Final = 7200
-"""A part that was not written to for this long belongs to no live upload."""
+"""Seconds. An upload that was not written to for this long is abandoned."""
 _ID: Final = re.compile(r"file-[0-9a-f]{32}")
 _PART: Final = ".part-"
 _OWNER: Final = re.compile(r"[0-9a-f]{32}")
 _OURS: Final = re.compile(r"file-[0-9a-f]{32}(\.json)?|\.part-[0-9a-f]{32}(\.about)?|batch_[0-9a-f]{32}")
 _REDIS_ID: Final = "redis-id"
 _LEAST_BYTES: Final = 4096
-"""A file takes at least one block of the disk."""
+"""Size that counts for a smaller file: it takes at least one block of the disk."""
 _CHUNK_BYTES: Final = 2**20
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
@@ -78,7 +78,7 @@ class StoredFiles:
 
     Args:
         root: created if it does not exist.
-    now: Unix seconds.
+        now: returns the time in Unix seconds.
     """
 
     def __init__(self, root: Path, now: Callable[[], float] = time.time) -> None:
@@ -177,7 +177,7 @@ class StoredFiles:
         return found
 
     def _is_old_folder(self, entry: "os.DirEntry[str]") -> bool:
-        """Return whether it is a batch's folder that has not changed for long. Delete it if it is an obsolete file."""
+        """Return whether the entry is an old folder of a batch. Delete the entry if it is an obsolete file."""
         path, now = Path(entry), self._now()
         is_stale = now - entry.stat(follow_symlinks=False).st_mtime > _STALE_SECONDS
         if entry.is_dir(follow_symlinks=False):
@@ -228,7 +228,7 @@ class PartialFile:
         """Make the file visible. It is flushed to the disk when this returns.
 
         Args:
-            file_id: None: a new id. A file with the same id is replaced.
+            file_id: id of the file, which replaces a file with the same id; None: a new id.
         """
         file_id = f"file-{secrets.token_hex(16)}" if file_id is None else file_id
         created = int(self._now())

@@ -11,10 +11,10 @@ from weakref import WeakKeyDictionary
 
 _NUM_THREADS: Final = 8
 _OF_ONE_OWNER: Final = 3
-"""Calls of one owner at a time. Its others wait, so it cannot hold all threads, however slow its files are."""
+"""Calls that one owner may run at a time. Its other calls wait, so slow files of one owner cannot hold all threads."""
 _THREADS: Final = ThreadPoolExecutor(_NUM_THREADS, "files")
 file_owner: Final[ContextVar[str | None]] = ContextVar("file_owner", default=None)
-"""Set by the task of a request or a batch: whose files it reads and writes. None: the gateway's."""
+"""The folder name of the key whose files the task of a request or a batch uses. None: the gateway's own calls."""
 
 Value = TypeVar("Value")
 _Slots = defaultdict[str, asyncio.Semaphore]
@@ -27,7 +27,7 @@ def start_in_file_thread(act: Callable[..., Value], *args: Any, **named: Any) ->
 
 
 async def in_file_thread(act: Callable[..., Value], *args: Any, **named: Any) -> Value:
-    """Run the call in one of these threads, when `file_owner` has a slot."""
+    """Run the call in one of these threads as soon as `file_owner` has a free slot."""
     owner = file_owner.get()
     if owner is None:
         return await start_in_file_thread(act, *args, **named)
@@ -35,5 +35,5 @@ async def in_file_thread(act: Callable[..., Value], *args: Any, **named: Any) ->
     slot = slots[owner]
     await slot.acquire()
     running = start_in_file_thread(act, *args, **named)
-    running.add_done_callback(lambda _: slot.release())  # the thread is taken until then, also if nobody waits
+    running.add_done_callback(lambda _: slot.release())  # the thread is busy until then, even if no task waits
     return await asyncio.shield(running)

@@ -27,7 +27,7 @@ class UploadForm:
     All methods raise ApiError 400 with the problem.
 
     Args:
-        content_type: of the request. Raises ApiError 415 if it is not a form's.
+        content_type: Content-Type of the request. Raises ApiError 415 if it is not that of a form.
     """
 
     def __init__(self, content_type: str) -> None:
@@ -54,7 +54,7 @@ class UploadForm:
         self._header_name, self._header_value = b"", b""
         self._disposition = b""
         self._field: str | None = None
-        """The field of the current part; None: it is the file."""
+        """Name of the current part's field; None: the part is the file."""
         self._data: list[bytes] = []
         self._value = b""
         self._num_other_bytes = 0
@@ -163,6 +163,6 @@ def _broken(reason: str) -> ApiError:
 
 
 def _shown_name(given: str) -> str:
-    """Return the file name without what cannot be displayed. It is not a path."""
+    """Return the file name without its folders, and without characters that cannot be displayed."""
     name = _CONTROL.sub("", re.split(r"[/\\]", given)[-1]).strip()
     return name[-MAX_FILENAME:] or "upload"

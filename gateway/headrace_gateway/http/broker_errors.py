@@ -33,7 +33,7 @@ _PARAMS: Final[Mapping[str, str]] = {ErrorCode.MODEL_NOT_FOUND: "model"}
 
 
 def api_error_of_end(code: str, message: str, *, prompt_field: str | None = None) -> ApiError:
-    """Translate the error of an EndEvent. A code of a newer worker becomes a server error.
+    """Translate the error of an EndEvent. A code that this release does not know becomes a server error.
 
     Args:
         prompt_field: the field that holds the prompt, for an error about the length of the context.

@@ -12,7 +12,7 @@ from headrace_wire.codes import GatewayCode
 
 _ENCODE: Final = msgspec.json.Encoder().encode
 _LINE_ENDS: Final = {character.encode(): b"\\u%04x" % ord(character) for character in "\x85\u2028\u2029"}
-"""What str.splitlines() takes for the end of a line, and so do clients. JSON itself escapes those below U+0020."""
+"""Line ends of str.splitlines(), with which clients split streams. JSON itself escapes line ends below U+0020."""
 _PREFIX: Final = "/v1/messages"
 _TYPES: Final = {
     401: "authentication_error",
@@ -61,7 +61,7 @@ class ErrorResponse(Response):
 
 
 def encode_line(value: Any) -> bytes:
-    """Return JSON for server-sent events and JSON Lines: no reader finds the end of a line inside it."""
+    """Return JSON for server-sent events and JSON Lines. All characters that clients take for line ends are escaped."""
     encoded = _ENCODE(value)
     if not encoded.isascii():
         for character, escape in _LINE_ENDS.items():

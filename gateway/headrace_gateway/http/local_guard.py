@@ -67,14 +67,14 @@ class LocalGuard:
         return None
 
     def _is_own_upload(self, path: str, kind: str, headers: Headers) -> bool:
-        """Return whether a form is an upload from our own page or no page. Browsers report a request's origin."""
+        """Return whether a form is an upload from our own page, an allowed origin, or a program that is no browser."""
         is_upload = path == "/v1/files" and kind == "multipart/form-data"
         is_own = headers.get("sec-fetch-site", "none") in ("none", "same-origin")
         return is_upload and (is_own or headers.get("origin", "").lower() in self._origins)
 
 
 def _is_own_command(headers: Headers) -> bool:
-    """Return whether a request without a body comes from our own page or no page, as SDKs cancel."""
+    """Return whether a request without a body comes from our own page or an SDK. SDKs cancel with such requests."""
     is_empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
     is_own = headers.get("sec-fetch-site", "none") in ("none", "same-origin")
     return is_empty and is_own and "content-type" not in headers

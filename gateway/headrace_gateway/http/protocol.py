@@ -1,11 +1,11 @@
-"""`HttpProtocol`: uvicorn's HTTP/1.1 protocol, with bounds for what a client sends before anybody knows it.
+"""`HttpProtocol`: uvicorn's HTTP/1.1 protocol, with limits for clients that are not authenticated yet.
 
 - A head is at most 16 KiB and must arrive in `head_timeout` seconds, also on a connection that sends nothing at first.
 - A body must arrive at 1 KiB/s or faster, and its chunks must not be tiny: each costs about 10 us to parse.
 - Content-Length together with Transfer-Encoding is refused: a proxy may see another end of such a body.
 - A response to a request whose body has not arrived closes the connection. The rest of the body is not parsed.
 
-What is not HTTP gets an error in OpenAI's format.
+Input that is not valid HTTP gets an error in OpenAI's format.
 """
 
 import asyncio
@@ -22,19 +22,19 @@ from headrace_wire.codes import ConnectionCode
 
 MAX_HEAD_BYTES: Final = 16 * 2**10
 LEAST_BYTES_PER_SECOND: Final = 1024
-"""Of a body that the application is waiting for."""
+"""Lowest rate of a body that the application is waiting for."""
 FREE_CHUNKS: Final = 256
 MIN_CHUNK_BYTES: Final = 64
 """The least average size of a body's chunks, if there are more than FREE_CHUNKS."""
 _PIECE_BYTES: Final = 1024
-"""What is parsed of a head, and of chunks, before the bounds are checked again."""
+"""Bytes of a head or of chunks that are parsed before the limits are checked again."""
 _LINGER_SECONDS: Final = 2.0
-"""How long a refused connection stays open for its client to read the response. A reset might discard it."""
+"""Seconds that a refused connection stays open, so that its client can read the response before a reset."""
 _ENCODE: Final = msgspec.json.Encoder().encode
 
 
 class _Connection(h11.Connection):
-    """A server's connection that checks what h11 accepts. `problem` is why it raised RemoteProtocolError."""
+    """An h11 server connection with further checks. `problem` is the RemoteProtocolError that it raised."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
@@ -85,9 +85,9 @@ class HttpProtocol(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._waiting_since = self.loop.time()
         self._counting_since, self._num_new_bytes = self._waiting_since, 0
-        """The bytes of a body that have arrived since then."""
+        """`_num_new_bytes` counts the bytes of a body that have arrived since `_counting_since`."""
         self._is_refused = False
-        """What still arrives is dropped."""
+        """If True, bytes that still arrive are dropped."""
         self._closed: Final = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -129,13 +129,13 @@ class HttpProtocol(H11Protocol):
         self._refuse(status, ConnectionCode.INVALID_HTTP, f"the request is not valid HTTP/1.1: {problem or msg}")
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        """Answer what no application can answer, and close the connection."""
+        """Answer with an error, without the application, and close the connection."""
         self._is_refused = True
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
-            if cycle.response_started:  # a second response would be taken for its continuation
+            if cycle.response_started:  # the client would read a second response as part of the first
                 self.transport.close()
                 return
         body = _ENCODE(ApiError(status, "invalid_request_error", code, message).body())
@@ -148,7 +148,7 @@ class HttpProtocol(H11Protocol):
         self.loop.call_later(_LINGER_SECONDS, self.transport.close)
 
     def _check_again(self, due: float = math.inf) -> None:
-        """Check at `due`, or before the time of a state that begins from now on can end."""
+        """Schedule the next check: at `due`, or earlier if a state that begins now could time out before."""
         soon = self.loop.time() + min(self._head_timeout, self._body_timeout)
         self._timer = self.loop.call_at(min(due, soon), self._check)
 

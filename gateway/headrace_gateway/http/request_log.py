@@ -62,7 +62,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, exchange.send)
         except asyncio.CancelledError:
-            # Shutdown cancels what is still open. A stream is cut without its end, so that its client rejoins it.
+            # Shutdown cancels open requests. A stream is cut without its end, so that its client rejoins it.
             logger.info("request cut off by shutdown", id=exchange.request_id)
             if exchange.status is None:
                 message = "the gateway is shutting down; try again"
@@ -135,7 +135,7 @@ class _Exchange:
         refusal = self._state.get("refusal")
         if refusal is not None:
             self._metrics.refused(refusal)
-        is_poll = self._scope["path"] == "/headrace/overview" and self.status == 200  # one a second from each page
+        is_poll = self._scope["path"] == "/headrace/overview" and self.status == 200  # each page sends one per second
         if self._endpoint == "probes" or is_poll:
             return
         key = self._state.get("key")

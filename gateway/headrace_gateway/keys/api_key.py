@@ -16,7 +16,7 @@ class ApiKey:
     """Appears in logs and metrics; the key itself does not."""
     tenant: str | None = None
     best_priority: int = 0
-    """Requests get this priority, or the worse one that they ask for; 0 is served first, 9 last."""
+    """Default and highest priority of the key's requests. 0 is the highest, 9 the lowest."""
     models: frozenset[str] | None = None
     """Served names and adapters that it may use; None: all."""
     is_admin: bool = False
@@ -25,7 +25,7 @@ class ApiKey:
 
     @property
     def cache_salt(self) -> str | None:
-        """What divides the prefix cache: the keys of a tenant share its part, and every other key has its own."""
+        """The salt of the prefix cache. The keys of a tenant share one cache; a key without a tenant has its own."""
         return f"key {self.name}" if self.tenant is None else None
 
     def may_use(self, model: str) -> bool:

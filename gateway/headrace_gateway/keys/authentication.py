@@ -16,7 +16,7 @@ from headrace_gateway.keys.key_file import KeyFile
 from headrace_wire.codes import GatewayCode
 
 _CHECK_SECONDS: Final = 5.0
-"""After this time without a message of the client, its key is looked up again."""
+"""Seconds without a message from the client after which its key is looked up again."""
 
 
 class Authentication:

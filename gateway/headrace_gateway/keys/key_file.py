@@ -57,7 +57,7 @@ class KeyFile:
     """Finds the owner of a key in the last valid version of the file.
 
     Args:
-        when_read: called after each read of a new version with whether it is valid.
+        when_read: called after each read of a new version; its argument says whether the version is valid.
 
     Raises:
         GatewaySettingsError: the first version cannot be used.

@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     import redis.asyncio
 
 _CHARGING_SECONDS: Final = 5.0
-"""How long a gateway that stops waits until it has charged its open answers."""
+"""Seconds that a stopping gateway waits until its open answers are charged."""
 _ADMIT: Final = script("rate_prelude", "rate_admit")
 _CHARGE: Final = script("rate_prelude", "rate_charge")
 
 LEAST_BYTES: Final = 4096
-"""Smaller requests are not counted: most are, and an entry takes memory, too. `requests_per_minute` bounds them."""
+"""Smaller requests are not counted, because an entry takes memory too. `requests_per_minute` bounds them."""
 LEAST_STREAM_BYTES: Final = 64 * 2**10
-"""`requests_per_minute` bounds smaller streams."""
+"""Smaller streams are not counted. `requests_per_minute` bounds them."""
 LEAST_STREAM_TOKENS: Final = 100
-"""An answer with fewer has no large stream."""
+"""The streams of an answer with fewer output tokens are never large."""
 _COUNT: Final = script("stored_count")
 
 BODIES_AT_ONCE: Final = 16
-"""Of the largest size, of one key: what is read and checked at a time."""
+"""Bodies of the largest size that one key may have in memory at a time."""
 Take = Callable[[int], None]
-"""Takes that many bytes for a body. Raises ApiError 429 if its key has no room for them."""
+"""Reserves a number of bytes for a body. Raises ApiError 429 if the key has no room for them."""
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
@@ -43,24 +43,25 @@ logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 class RateLimits:
     """Requests and tokens a minute of each API key, shared by all replicas through Redis.
 
-    Both are token buckets with a capacity of one minute. An admitted request takes one from the first bucket for each
-    of its choices. Its tokens are charged to the second one after they were read, so that bucket may go below zero, and
-    then admits nothing until it has refilled. An answer is charged once, however often and wherever it is read. Keys
-    without limits need no call to Redis.
+    Each limit is a token bucket with a capacity of one minute. An admitted request takes one from the bucket of
+    requests for each of its choices. Its tokens are charged to the bucket of tokens after they were read, so that
+    bucket may fall below zero. Then it admits nothing until it has refilled. An answer is charged once, however often
+    and wherever it is read. Keys without limits need no call to Redis.
     """
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self._admit: Final = client.register_script(_ADMIT.text)
         self._charge: Final = client.register_script(_CHARGE.text)
         self._open: Final[set[Callable[[], asyncio.Task[None]]]] = set()
-        """Each starts to charge an answer that is being read."""
+        """For each answer that is being read, the function that starts to charge it."""
         self._charging: Final[set[asyncio.Task[None]]] = set()
 
     async def admit(self, key: ApiKey, count: int = 1, *, taken: int = 0) -> dict[str, str]:
-        """Take requests from the bucket, and return the headers that report what is left.
+        """Take `count` requests from the bucket. Return the headers that report how much is left.
 
         Args:
-            taken: by the same request already. A repeat takes it again, so a refused client waits for it, too.
+            taken: number that the same HTTP request has taken already. A retry takes them again, so Retry-After
+                includes the time in which they refill.
 
         Raises ApiError 429 if a limit is reached, and redis-py's errors.
         """
@@ -78,10 +79,11 @@ class RateLimits:
         return headers
 
     async def admit_choices(self, key: ApiKey, count: int, headers: dict[str, str]) -> dict[str, str]:
-        """Take what an admitted request with so many choices, of all its prompts, needs beyond one.
+        """Take one more from the bucket of requests for each choice of an admitted request after the first.
 
         Args:
-            headers: of `admit`; returned if nothing more is needed.
+            count: choices of all prompts of the request.
+            headers: the result of `admit`; returned if nothing more is taken.
         """
         bound = key.requests_per_minute
         if bound is None or count <= 1:
@@ -102,9 +104,9 @@ class RateLimits:
 
     @asynccontextmanager
     async def charging(self, key: ApiKey, answer_id: str, count: Callable[[], int]) -> AsyncIterator[None]:
-        """Charge what `count` returns at the end of the block, even if the task is cancelled, or before `aclose`.
+        """Charge the tokens that `count` returns at the end of the block, even if the task is cancelled.
 
-        Nothing is charged while Redis is away.
+        If `aclose` is called before, it charges them. Nothing is charged while Redis is unavailable.
         """
 
         def start() -> "asyncio.Task[None]":
@@ -165,11 +167,11 @@ def duration(seconds: float) -> str:
 
 
 class StoredBytes:
-    """Counts what requests keep in Redis, and bounds it for each tenant, or key without a tenant.
+    """Counts the bytes that requests keep in Redis, and limits them for each tenant, or key without a tenant.
 
-    Counted are large requests: the message in the queue until the answer has ended, the envelope, and the stored input
-    and output of a response. The streams of a large answer are counted after its end. An entry has the life of what it
-    counts, so nothing remains after a replica is killed.
+    Only large requests count: the message in the queue until the answer has ended, the envelope, and the stored input
+    and output of a response. The streams of a large answer are counted after its end. An entry expires with the data
+    that it counts, so no entry remains after a replica is killed.
 
     Methods raise redis-py's errors.
 
@@ -187,7 +189,7 @@ class StoredBytes:
         """Count a request, and return the bytes that are counted. Raises ApiError 429 if its tenant has no room.
 
         Args:
-            life: seconds.
+            life: seconds after which the entry expires.
         """
         if num_bytes < LEAST_BYTES:
             return 0
@@ -204,19 +206,19 @@ class StoredBytes:
         raise ApiError(429, "rate_limit_error", GatewayCode.STORED_BYTES_EXCEEDED, message, headers=headers)
 
     async def change(self, key: str, tenant: str | None, item: str, num_bytes: int, life: int) -> None:
-        """Replace the count of an admitted request by what is kept of it now."""
+        """Replace the count of an admitted request by `num_bytes`, which Redis keeps for `life` seconds."""
         await self._run(key, tenant, item, num_bytes if num_bytes >= LEAST_BYTES else 0, life, 0)
 
     async def count_streams(self, key: str, tenant: str | None, request_ids: Sequence[str], life: int) -> None:
         """Count the streams of an answer, if they are large.
 
         Args:
-            life: seconds that the queue keeps them from now.
+            life: seconds from now for which the queue keeps the streams.
         """
         async with self._client.pipeline(transaction=False) as pipe:
             for request_id in request_ids:
                 pipe.memory_usage(stream_key(request_id))
-            sizes: list[object] = await pipe.execute(raise_on_error=False)  # refused to a user of an older users.acl
+            sizes: list[object] = await pipe.execute(raise_on_error=False)  # older users.acl files forbid it
         num_bytes = sum(size for size in sizes if isinstance(size, int))
         if num_bytes >= LEAST_STREAM_BYTES:
             await self._run(key, tenant, f"{request_ids[0]}:stream", num_bytes, life, 0)
@@ -231,7 +233,7 @@ class StoredBytes:
 
 
 class BodyBytes:
-    """Bounds the bytes of the bodies of each key that are in memory, from their arrival until they are checked.
+    """Limits the bytes of one key's bodies in memory, from their arrival until they are checked.
 
     Args:
         bound: bytes of one key.
@@ -243,7 +245,7 @@ class BodyBytes:
 
     @contextmanager
     def room(self, key: str) -> Iterator[Take]:
-        """Yield what takes the room of one body, which is freed at the end of the block."""
+        """Yield the function that reserves bytes for one body. They are freed at the end of the block."""
         taken = 0
 
         def take(num_bytes: int) -> None:

@@ -20,7 +20,8 @@ Value = TypeVar("Value")
 class SharedRead(Generic[Value]):
     """A value that all callers share, and that is read at most once a second.
 
-    Callers during a read get its result, even if it is an error, so an unavailable server is asked once.
+    A caller that arrives during a read gets the result of that read, even if it is an error. So an unavailable server
+    is asked once.
     """
 
     def __init__(self, read: Callable[[], Awaitable[Value]], now: Callable[[], float] = time.monotonic) -> None:
@@ -34,7 +35,7 @@ class SharedRead(Generic[Value]):
         if self._reading is None or (self._reading.done() and not self._is_fresh()):
             self._read_at = None
             self._reading = asyncio.create_task(self._read_once())
-        return await asyncio.shield(self._reading)  # a cancelled caller does not cancel it for the others
+        return await asyncio.shield(self._reading)  # a cancelled caller does not cancel the read for the others
 
     def _is_fresh(self) -> bool:
         return self._read_at is not None and self._now() - self._read_at < _FRESH_SECONDS
@@ -61,7 +62,7 @@ class ModelCatalog:
         return usable[0] if len(usable) == 1 else None
 
     async def find(self, name: str | None, key: ApiKey) -> tuple[RegisteredModel, str | None]:
-        """Return the model that a request's `model` refers to, and the adapter if it is the name of one.
+        """Return the model for a request's `model`, and the adapter if `model` is the name of an adapter.
 
         Raises ApiError 404 for a model that the key may not use, just as for one that does not exist.
         """
@@ -92,7 +93,7 @@ class QueueView:
 
     async def _read(self) -> list[dict[str, Any]]:
         models = await self._client.models()
-        names = sorted(name for name in models if not name_problems("model", name))  # any producer can write it
+        names = sorted(name for name in models if not name_problems("model", name))  # any producer can write names
         levels = await self._client.queue_levels(names)
         legible = [name for name, level in levels.items() if level.problem is None]
         tenants = await self._client.queue_tenants(legible)

@@ -1,1 +1,1 @@
-"""The endpoints about models: which there are, and calls of their tokenizers, which the workers answer."""
+"""The endpoints about models: the list of models, and calls of their tokenizers, which the workers answer."""

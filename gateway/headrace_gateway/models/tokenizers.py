@@ -31,7 +31,7 @@ from headrace_wire.request import TOKENS
 from headrace_wire.values import shown
 
 _SILENT_SECONDS: Final = 300.0
-"""A worker registers its model every minute. One that has not done so for this long is gone."""
+"""Seconds. A worker registers its model every minute, so a model without a newer registration has no worker."""
 _PROMPT: Final = ("prompt", "messages", *CHAT_OPTIONS)
 
 
@@ -49,7 +49,7 @@ async def tokenize(request: Request) -> Response:
 def _read_tokenize(
     body: Mapping[str, Any], *, model: RegisteredModel, lora: str | None
 ) -> tuple[dict[str, Any], str, dict[str, str]]:
-    """Check the body. Return that of the tokenizer call, the name of the field with the prompt, and ignored fields."""
+    """Check the body. Return the body of the tokenizer call, the name of the prompt's field, and ignored fields."""
     given = call_fields.without_nulls(body)
     is_chat = "messages" in given
     problems = Problems()
@@ -84,7 +84,7 @@ async def detokenize(request: Request) -> Response:
 
 
 def _read_detokenize(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Check the body. Return that of the tokenizer call, and ignored fields."""
+    """Check the body. Return the body of the tokenizer call, and ignored fields."""
     given = call_fields.without_nulls(body)
     problems = Problems()
     problems.unknown_names(given, field_tables.DETOKENIZE, field_tables.REFUSED)
@@ -107,7 +107,7 @@ async def count_input_tokens(request: Request) -> Response:
 
 
 async def _model(request: Request, body: Body) -> tuple[RegisteredModel, str | None]:
-    """Return the model and the adapter. The body may name none if the key may use only one."""
+    """Return the model and the adapter. The body may omit `model` if the key may use only one."""
     gateway, key = gateway_of(request), key_of(request)
     if await body.read(_names_model):
         return await gateway.models.find(await body.read(model_named), key)

@@ -44,7 +44,7 @@ def fields(properties: Schema, *required: str) -> Schema:
 
 
 def record(properties: Schema, *optional: str) -> Schema:
-    """Return an object schema that allows other properties, as answers have: later releases may add some."""
+    """Return an object schema of an answer. It allows other properties, because later releases may add some."""
     required = [name for name in properties if name not in optional]
     return {"type": "object", "properties": properties, "required": required}
 
@@ -148,7 +148,7 @@ FIELDS: Final[dict[str, Schema]] = {
     ),
     "suffix": {"const": ""},
 }
-"""The schema of each field, where both endpoints share it."""
+"""The schema of each field that both endpoints share."""
 CHAT_FIELDS: Final = {"logprobs": BOOLEAN}
 COMPLETION_FIELDS: Final = {name: rule.schema for name, rule in COMPLETION_RULES.items()}
 """Fields that mean something else in each endpoint."""

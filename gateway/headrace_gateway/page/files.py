@@ -56,4 +56,4 @@ async def _file(request: Request) -> Response:
 
 
 routes: Final = [Route("/", _file), Route("/page/{name}", _file)]
-"""They need no key, as they contain no secrets."""
+"""Routes that need no key: the files contain no secrets."""

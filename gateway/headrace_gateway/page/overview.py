@@ -25,7 +25,7 @@ from headrace_wire.request import name_problems
 
 _LETTERS_KEPT: Final = 1000
 _SELECTION_BYTES: Final = 2**18
-"""Of the ids of that many dead letters."""
+"""Limit for a body with the ids of `_LETTERS_KEPT` dead letters."""
 _LETTERS_SHOWN: Final = 100
 _OF_ADMINS: Final = frozenset({"by_tenant", "worker"})
 
@@ -62,12 +62,12 @@ _STATUS: Final = ("state", "attempt", "tokens", "finish_reason")
 
 
 async def cancel(request: Request) -> Response:
-    """Cancel a request in any state. `cancelled` is false if all of it had already ended."""
+    """Cancel a request in any state. `cancelled` is false if all its prompts had already ended."""
     request_id = request.path_params["id"]
     envelope = await _owned(request, request_id)
     gateway = gateway_of(request)
     ended = [await gateway.client.cancel(one) for one in (envelope.request_ids if envelope else (request_id,))]
-    if envelope is not None:  # perhaps nobody reads it any more
+    if envelope is not None:  # perhaps no client reads it to its end
         await count_end(gateway, envelope)
     return JsonResponse({"object": "headrace.request", "id": request_id, "cancelled": any(ended)})
 
@@ -131,7 +131,7 @@ async def _chosen(request: Request) -> list[DeadLetter]:
 
 
 def pick(letters: Collection[DeadLetter], letter_ids: Collection[str]) -> list[DeadLetter]:
-    """Return these dead letters. Raises ApiError 404 that names the missing ones."""
+    """Return the dead letters with these ids. Raises ApiError 404 that names the missing ones."""
     by_id = {letter.letter_id: letter for letter in letters}
     missing = [one[:40] for one in letter_ids if one not in by_id]
     if missing:

@@ -1,1 +1,1 @@
-"""Parsers that find tool calls and reasoning in a model's text. They are pure. Text may arrive in any pieces."""
+"""Parsers that find tool calls and reasoning in a model's text. They do no I/O. Text may arrive in any pieces."""

@@ -1,4 +1,4 @@
-"""The events of a parser. Merged, they depend on the text alone, not on the pieces in which it arrived."""
+"""The events of a parser. If adjacent events are merged, they depend only on the text, not on its pieces."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next piece of the last call's arguments, which together are one JSON text."""
+    """The next piece of the last call's arguments. All pieces of a call together are one JSON text."""
 
     index: int
     json: str
@@ -39,7 +39,7 @@ class CallArguments:
 
 ParserEvent: TypeAlias = Content | Reasoning | CallBegins | CallArguments
 
-# White space is held back, as a call may follow. Of a longer run the start is passed on, which bounds the buffer.
+# White space is held back, because a call may follow. The start of a longer run is passed on, which limits the buffer.
 _MAX_SPACE = 64
 _TextKind: TypeAlias = type[Content] | type[Reasoning] | type[CallArguments]
 
@@ -87,7 +87,7 @@ class EventWriter:
         self._write(Reasoning, text)
 
     def trim(self) -> None:
-        """Drop the adjacent white space: what is held back, and what follows."""
+        """Drop the white space that is held back, and the white space that follows."""
         self._space = ""
         self._trim = True
 

@@ -39,7 +39,7 @@ def read(reader: TextReader, writer: EventWriter) -> Steps[None]:
 
 
 def _read_header(reader: TextReader, first: str) -> Steps[tuple[str, str, bool]]:
-    """Read up to the message; skip headers without one. Return channel, recipient, and whether a message follows."""
+    """Read the header of the next message that has a text. Return channel, recipient, and whether a text follows."""
     pieces = [first]
     while pieces[-1] != _MESSAGE:
         tag = yield from reader.until(_HEADER, pieces.append)

@@ -13,7 +13,7 @@ _OPEN = TagSet("{", "[")
 _COLON = TagSet(":")
 _CLOSING = re.compile(r"[\s}\]]+")
 _SEPARATORS = re.compile(r"[\s,;]+")
-# With any other first key an object is not a call, which shows early.
+# An object with any other key before its name is not a call, so it need not be held back to its end.
 _KEYS = frozenset({"name", "arguments", "parameters", "type", "id", "function"})
 
 
@@ -22,9 +22,9 @@ class Found(Enum):
 
     CALL = auto()
     OTHER = auto()
-    """Text that is not a call. What was read of it is content."""
+    """Text that is not a call. The text read so far is content."""
     CUT = auto()
-    """The text ended before the decision."""
+    """The text ended before it was clear whether it is a call."""
 
 
 class PendingText:

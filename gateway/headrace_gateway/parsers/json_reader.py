@@ -1,4 +1,4 @@
-"""JSON that arrives in pieces. Values are passed on as they arrive. Only their ends are checked."""
+"""JSON that arrives in pieces. Values are passed on as they arrive. Only their ends are found; nothing is validated."""
 
 import json
 import re
@@ -14,7 +14,8 @@ _SCALAR = re.compile(r'[^\s,:;{}\[\]"<]+')
 class _Scanner:
     """Finds the end of an object, an array or a string.
 
-    Outside a string, `<` is not JSON. It starts the tag that ends the call, so a value with missing brackets ends.
+    Outside a string, `<` is not JSON. It starts the tag that ends the call, so it also ends a value with missing
+    brackets.
     """
 
     __slots__ = ("_depth", "_escaped", "_in_string")
@@ -52,7 +53,7 @@ class _Scanner:
 
 
 def read_value(reader: TextReader, sink: Sink) -> Steps[bool]:
-    """Pass one value on. Return False if the text ends before the value, or if there is no value."""
+    """Pass one value on. Return False if the text ends inside the value, or if there is no value."""
     char = yield from reader.peek()
     if char and char in '"{[':
         return (yield from reader.scan(_Scanner(), sink))

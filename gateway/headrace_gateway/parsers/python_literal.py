@@ -23,7 +23,7 @@ _BRACKETS: Final = {"[": "[", "(": "[", "{": "{", "]": "]", ")": "]", "}": "}"}
 
 
 def json_of_python(text: str) -> str | None:
-    """Return the JSON of a literal; tuples become arrays. None if the text is not a literal, or has no JSON."""
+    """Return the JSON of a literal; tuples become arrays. None if the text is no literal, or JSON cannot express it."""
     pieces: list[str] = []
     position = 0
     while position < len(text):

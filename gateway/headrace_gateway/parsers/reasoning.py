@@ -33,7 +33,7 @@ def read_reasoning(
     starts: tuple[str, ...] = (),
     read_call: CallReader | None = None,
 ) -> Steps[None]:
-    """Read reasoning up to its closing tag, if the text starts with it or the prompt has opened it.
+    """Read reasoning up to its closing tag, if the start of the text or the end of the prompt opens it.
 
     White space around it is dropped.
 

@@ -55,7 +55,7 @@ def make_parser(
     Args:
         tool_parser: one of TOOL_PARSERS; None: the text is not searched for calls.
         reasoning_parser: one of REASONING_PARSERS; None: the text is not searched for reasoning.
-        tools: the functions that may be called. A call of any other one is content.
+        tools: the functions that may be called. A call of any other function is content.
         prompt_tail: the end of the prompt, which shows whether the template has opened the reasoning; None: it has not.
         parallel: False: everything after the first call is dropped.
 
@@ -120,7 +120,7 @@ class OutputParser:
         return self._writer.take()
 
     def finish(self) -> list[ParserEvent]:
-        """Emit what was held back. The text has ended: normally, at max_tokens, or with an error."""
+        """Emit the text that was held back. Call it once the text has ended, even at max_tokens or with an error."""
         self._reader.end()
         for _ in self._steps:
             pass

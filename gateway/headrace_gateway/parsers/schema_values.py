@@ -12,9 +12,9 @@ from headrace_gateway.requests.call import Function
 
 _ALL: Final = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
 _MAX_DEPTH: Final = 64
-"""Anything is permitted below this depth of a schema."""
+"""Below this depth of a schema, every type counts as permitted."""
 _MAX_SCHEMAS: Final = 1000
-"""Anything is permitted by the schemas of an argument after so many: the event loop waits for them."""
+"""Schemas that are read for one argument. Later ones count as permitting every type: reading blocks the event loop."""
 _TYPES: Final[dict[type, str]] = {
     bool: "boolean",
     int: "integer",
@@ -39,7 +39,7 @@ class ObjectWriter:
         self._written: set[str] = set()
 
     def add_text(self, name: str, text: str) -> None:
-        """Write an argument whose type is in the schema only."""
+        """Write an argument that is plain text. The schema has its type."""
         if name not in self._written:
             self.add(name, json_of_text(text, self._types.of(self._properties.get(name))))
 
@@ -71,17 +71,17 @@ def json_of_text(text: str, types: frozenset[str]) -> str:
 
 
 class SchemaTypes:
-    """Finds the types that a schema permits. All keywords of a schema hold together.
+    """Finds the types that a schema permits. A value must satisfy all keywords of the schema.
 
     Args:
-        root: the schema that `$ref` refers to.
+        root: the schema in which the pointers of `$ref` are resolved.
     """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
         self._num_read = 0
         self._found: dict[str, frozenset[str]] = {}
-        """The types of each reference. One that refers to itself permits nothing by that."""
+        """The types of each reference. A reference to itself adds no types."""
 
     def of(self, schema: Any) -> frozenset[str]:
         """Return the types of JSON values that a schema permits."""
@@ -130,7 +130,7 @@ def _named(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _types_of(values: list[Any]) -> frozenset[str]:
-    """Return the types of decoded JSON values. There may be hundreds of thousands."""
+    """Return the types of decoded JSON values. A list may have hundreds of thousands of them."""
     found = set(map(type, values))
     types = {_TYPES[kind] for kind in found if kind in _TYPES}
     if float in found and any(type(value) is float and value.is_integer() for value in values):

@@ -10,7 +10,7 @@ class TaggedJson:
 
     Args:
         opening: tags that precede calls.
-        closing: tags that may end them.
+        closing: tags that may end calls.
         special: special tokens, which are not part of the text.
     """
 

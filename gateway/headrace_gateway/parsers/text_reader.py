@@ -110,7 +110,11 @@ class TextReader:
         return (yield from self.peek())
 
     def scan(self, scanner: Callable[[str, int], tuple[int, bool]], sink: Sink) -> Steps[bool]:
-        """Pass on what a scanner accepts. It returns its end and whether it is done. False: the text ended first."""
+        """Pass on the text that `scanner` accepts. Return False if the text ends before the scanner is done.
+
+        Args:
+            scanner: called with the text and a start. Returns the end of what it accepts, and whether it is done.
+        """
         while True:
             end, done = scanner(self._text, self._position)
             self._pass_on(end, sink)

@@ -10,9 +10,9 @@ from headrace_broker.keys import IDEMPOTENCY_SECONDS
 from headrace_broker.scripts import LuaScript, load
 
 CHARGED_SECONDS: Final = 90_000
-"""After this an answer cannot be read: the longest life of a request, and an hour."""
+"""Seconds after which no answer can be read: the longest life of a request plus an hour."""
 BATCH_SECONDS: Final = 38 * 86_400
-"""The longest window plus a month."""
+"""Seconds: the longest completion window plus a month."""
 
 KEYS: Final = KeySchema()
 _GATEWAY: Final[tuple[Writer, ...]] = ("gateway",)
@@ -60,7 +60,7 @@ def deleted_key(response_id: str) -> str:
 
 @KEYS.built("hash", _GATEWAY, "a minute after both buckets are full")
 def rate_key(api_key: str) -> str:
-    """`requests` and `tokens` of an API key: level of the token bucket and unix seconds."""
+    """`requests` and `tokens` of an API key: level of the token bucket, and Unix seconds at which it was written."""
     return f"headrace:gw:rate:{api_key}"
 
 
@@ -72,7 +72,7 @@ def charged_key(answer_id: str) -> str:
 
 @KEYS.built("zset", _GATEWAY, "as the longest-lived item")
 def stored_key(owner: str) -> str:
-    """Large requests of a tenant or a key, by the unix second at which nothing of them is kept."""
+    """Large requests of a tenant or a key, by the Unix second at which the last of their data expires."""
     return f"headrace:gw:stored:{owner}"
 
 
@@ -84,7 +84,7 @@ def stored_bytes_key(owner: str) -> str:
 
 @KEYS.built("hash", _GATEWAY, span(BATCH_SECONDS))
 def batch_key(batch_id: str) -> str:
-    """A batch: its record, its status, and which bytes of its files count."""
+    """A batch: its record, its status, and how many bytes of its files are committed."""
     return f"headrace:gw:batch:{batch_id}"
 
 

@@ -17,31 +17,31 @@ from headrace_monitoring.gateway_metrics import GatewayMetrics
 
 _INTERVAL_SECONDS: Final = 1.0
 _SOON_SECONDS: Final = 0.2
-"""Between two checks while no model is registered: the first worker is waited for."""
+"""Seconds between two checks while no model is registered, so that the first worker is noticed soon."""
 _TIMEOUT_SECONDS: Final = 2.0
 _STUCK_SECONDS: Final = 60.0
 _RESTART_SECONDS: Final = 3.0
 FULL: Final = 0.95
-"""The share of `maxmemory` above which a replica is not ready: Redis will soon refuse what it is sent."""
+"""The share of `maxmemory` above which a replica is not ready: Redis will soon refuse writes."""
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 
 class RedisWatch:
-    """Other threads may read its probes."""
+    """Checks Redis once a second. Other threads may call its probes."""
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics: Final = metrics
         self._is_up: bool | None = None
         self._refusal = ""
-        """What Redis answered to the last check, if it refused it. It names no address."""
+        """The error with which Redis refused the last check; empty if it did not. It names no address."""
         self._has_models = False
         self._shortage: str | None = None
         self._looked_at = time.monotonic()
         self._down_since: float | None = None
 
     def not_ready(self) -> str | None:
-        """Why requests cannot be served; None if they can."""
+        """Return why requests cannot be served; None if they can."""
         if not self._is_up:
             return f"Redis refuses the gateway: {self._refusal}" if self._refusal else "Redis does not answer"
         if self._shortage is not None:
@@ -50,11 +50,11 @@ class RedisWatch:
 
     @property
     def is_down(self) -> bool:
-        """Whether Redis has been silent for longer than a restart takes, which commands wait for."""
+        """Whether Redis has been silent for longer than a restart takes. Commands wait only for a restart."""
         return self._down_since is not None and time.monotonic() - self._down_since > _RESTART_SECONDS
 
     def not_alive(self) -> str | None:
-        """Why the process should be restarted: its event loop is blocked. None if it should not be."""
+        """Return why the process should be restarted: its event loop is blocked. None if it is not."""
         silent = time.monotonic() - self._looked_at
         return f"the event loop has been blocked for {silent:.0f} s" if silent > _STUCK_SECONDS else None
 

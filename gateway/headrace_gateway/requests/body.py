@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 
 class Body:
-    """A JSON object. A large one is parsed by `bodies` in each call of `read`.
+    """The JSON object in a body. `bodies` parses a large one again in each call of `read`.
 
     Raises ApiError 400 if a small body is not a JSON object.
     """
@@ -34,9 +34,9 @@ class Body:
         self._object: Final = None if len(raw) > SMALL_BYTES else _parsed(raw)
 
     async def read(self, act: Callable[[dict[str, Any]], Value]) -> Value:
-        """Return what `act` makes of the object. It must not change it, and must be picklable, as its result.
+        """Return `act(object)`. `act` must not change the object. `act` and its result must be picklable.
 
-        Raises ApiError: that of `act`, or 400 if the body is not a JSON object.
+        Raises the ApiError of `act`, or ApiError 400 if the body is not a JSON object.
         """
         if self._object is not None:
             return act(self._object)
@@ -48,7 +48,7 @@ class Body:
 
 
 async def read_json(request: Request, max_bytes: int = SMALL_BYTES) -> dict[str, Any]:
-    """Return a body that is small by its nature. Raises ApiError 400, 413 or 415."""
+    """Return the body of an endpoint whose bodies are always small. Raises ApiError 400, 413 or 415."""
     return _parsed(await read_bytes(request, max_bytes, lambda _: None))
 
 
@@ -69,10 +69,10 @@ def _parsed(raw: bytes) -> dict[str, Any]:
 
 
 async def read_bytes(request: Request, max_bytes: int, take: Take) -> bytes:
-    """Return a body of JSON, undecoded. Raises ApiError 400, 413 or 415.
+    """Return the bytes of a JSON body. Raises ApiError 400, 413 or 415.
 
     Args:
-        take: called with the bytes that the body takes, before they are read; see `BodyBytes.room`.
+        take: called with the number of bytes that the body adds to the memory; see `BodyBytes.room`.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":

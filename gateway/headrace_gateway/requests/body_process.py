@@ -1,7 +1,7 @@
 """`BodyProcess`: parses and checks large bodies in another process, so that they do not hold up the event loop.
 
 A body of 4 MiB can take seconds, and a thread would not help: it holds the interpreter's lock while it parses. The
-process starts with the first large body. It ends with the gateway, however that ends, since its pipe is closed then.
+process starts with the first large body. It ends with the gateway, even a killed one, because its pipe is closed then.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from headrace_wire.codes import GatewayCode
 
 Value = TypeVar("Value")
 _NICENESS: Final = 5
-"""It takes a third of a processor that the event loop needs, too."""
+"""On a processor that the event loop needs too, the process then gets about a third."""
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
@@ -35,27 +35,27 @@ class _Reader(NamedTuple):
 
 
 class BodyProcess:
-    """One process, which reads one body at a time. Callers of `run` hold the turn of the body's owner."""
+    """One process, which reads one body at a time. A caller of `run` must hold the turn of the body's owner."""
 
     def __init__(self) -> None:
         self._reader: _Reader | None = None
         self._thread: Final = ThreadPoolExecutor(1, "body-process")
-        """It waits for the process."""
+        """The thread that waits for the process."""
         self._turns: Final[defaultdict[Hashable, asyncio.Lock]] = defaultdict(asyncio.Lock)
-        """By owner."""
+        """One lock per owner."""
 
     @asynccontextmanager
     async def turn(self, owner: Hashable) -> AsyncIterator[None]:
-        """Wait until no other large body of the owner is read, or becomes a message for the queue.
+        """Wait until the owner's earlier large bodies have left this block, then run the block.
 
-        So an owner has at most one body in the process and in the event loop, however many it sends.
+        So at most one large body of an owner is being read or submitted, however many bodies the owner sends.
         """
         async with self._turns[owner]:
             yield
 
     async def run(self, owner: Hashable, raw: bytes, act: Callable[[bytes], Value]) -> Value:
-        """Return what `act` makes of `raw`. Raises ApiError: that of `act`, 500 if the process died."""
-        # A client that disconnects must not leave its owner's turn to the next body while this one is read.
+        """Return the result of `act(raw)` in the process. Raises the ApiError of `act`, or 500 if the process died."""
+        # If the client disconnects, its owner's turn must not end before the process has read this body.
         exchange = asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, raw, act)
         try:
             succeeded, found = await asyncio.shield(exchange)
@@ -104,7 +104,7 @@ def _start() -> _Reader:
 def _serve(pipe: Connection) -> None:
     """Read bodies until the gateway's end of the pipe is closed."""
     os.nice(_NICENESS)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it, too, while the gateway still needs it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too, but the gateway still needs it
     while True:
         try:
             raw, act = pipe.recv()

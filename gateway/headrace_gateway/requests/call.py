@@ -1,6 +1,6 @@
-"""A checked API call: what goes into the queue, and what is needed to write its answer.
+"""A checked API call: its requests for the queue, and the options with which its answer is written.
 
-The forms are stored in the envelope, so every replica writes the same answer from the same stream entries.
+The options are stored in the envelope, so every replica writes the same answer from the same stream entries.
 """
 
 from collections.abc import Mapping
@@ -24,13 +24,13 @@ class Function(msgspec.Struct, frozen=True):
 
 
 class ParsedOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How an answer is written whose text is searched for calls and reasoning."""
+    """Options of an answer whose text is searched for tool calls and reasoning."""
 
     tool_parser: str | None = None
     """None: the text is not searched for calls."""
     reasoning_parser: str | None = None
     tools: tuple[Function, ...] = ()
-    """The functions that may be called. A call of any other one is content."""
+    """The functions that may be called. A call of any other function is content."""
     parallel_tool_calls: bool = True
     service_tier: str | None = None
 
@@ -60,7 +60,7 @@ class CompletionOptions(msgspec.Struct, frozen=True, kw_only=True, tag="completi
     logprobs: int | None = None
     echo: bool = False
     prompts: tuple[str | None, ...] = ()
-    """With `echo`: the prompts as sent; None for one of token ids, whose text comes from prompt_logprobs."""
+    """With `echo`: the prompts as sent. None for a prompt of token ids: its text comes from prompt_logprobs."""
     num_prompts: int = 1
     drop_generated: bool = False
     """max_tokens was 0: the one token that the engine generated is hidden."""
@@ -97,7 +97,7 @@ AnswerOptions: TypeAlias = ChatOptions | CompletionOptions | MessageOptions | Re
 
 
 def with_usage(options: AnswerOptions) -> AnswerOptions:
-    """Return the options of an answer that is not streamed: its last chunk reports the usage, and no other one does."""
+    """Return the options of an answer that is not streamed: only its last chunk reports the usage."""
     if isinstance(options, ChatOptions | CompletionOptions):
         return msgspec.structs.replace(options, include_usage=True, continuous_usage=False)
     return options
@@ -110,11 +110,11 @@ class Call:
     model: str
     """The model as the caller named it: a served name or an adapter's. Answers repeat it."""
     requests: tuple[GenerateRequest, ...]
-    """One per prompt, checked, with the adapter. It is not checked again when it is submitted."""
+    """One checked request per prompt, with the adapter. Submitting them does not check them again."""
     options: AnswerOptions
     stream: bool = False
     priority: int | None = None
-    """The priority in the body (`priority`, `service_tier`); None: the key's best. A header overrides it."""
+    """The priority in the body (`priority`, `service_tier`); None: the key's `best_priority`. A header overrides it."""
     prefix_key: str | None = None
     """Requests with the same key prefer the worker that has their prefix cached."""
     input_items: tuple[dict[str, Any], ...] = ()

@@ -16,7 +16,7 @@ FLEX_PRIORITY: Final = 7
 _LEAST_TOP_P: Final = 1e-9
 """Leaves the most probable token only, as 0 does in OpenAI's API."""
 _DEEPEST: Final = 16
-"""No field of the API is nested more deeply."""
+"""Depth at which the search for null fields stops. No field of the API is nested more deeply."""
 _OWN_VALUES: Final = frozenset(
     {"parameters", "schema", "input_schema", "json", "arguments", "chat_template_kwargs", "vllm_xargs"}
 )
@@ -144,7 +144,7 @@ def read_response_format(given: Mapping[str, Any], sampling: dict[str, Any], pro
 def checked_request(
     request: Mapping[str, Any], own_names: Mapping[str, str], problems: Problems, *, messages: str = "messages"
 ) -> GenerateRequest:
-    """Return the request for the queue, whose own rules have no problem with it. Raises ApiError with all problems.
+    """Return the request for the queue after the queue's own rules have checked it. Raises ApiError with all problems.
 
     Args:
         request: the keyword arguments of the queue's task.
@@ -167,5 +167,5 @@ def rest_of_context(model: RegisteredModel | None) -> int:
 
 
 def bounded_priority(asked: int | None, key: ApiKey) -> int:
-    """Return the priority of a request: never better than the key's best."""
+    """Return the priority of a request, never higher than the key's `best_priority`. 0 is the highest."""
     return key.best_priority if asked is None else max(asked, key.best_priority)

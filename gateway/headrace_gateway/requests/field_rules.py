@@ -1,4 +1,4 @@
-"""The rules of single fields of a body. Readers refuse by them, and the OpenAPI document shows their schemas."""
+"""The rules of single fields of a body. Readers check values with them. The OpenAPI document shows their schemas."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class _CacheKey(Rule):
 
 @dataclass(frozen=True, slots=True)
 class _Stop(Rule):
-    """The rule of the queue, besides empty strings, which stop nothing."""
+    """The queue's rule for stop strings. Empty strings are accepted too; they stop nothing."""
 
     def problem(self, path: str, value: Any) -> str | None:
         return SAMPLING["stop"].problem(path, without_empty(value))

@@ -1,6 +1,6 @@
 """Which fields of a body are supported, which are accepted without effect, and which are refused with which reason.
 
-A field that is in none of these tables is ignored and named in a header of the answer, unless it is a misspelt one.
+A field that is in none of these tables is ignored and named in a header of the answer. A misspelt field is refused.
 """
 
 from typing import Final
@@ -8,7 +8,7 @@ from typing import Final
 from headrace_wire import sampling
 
 _READ_OTHERWISE: Final = ("max_tokens", "logprobs", "detokenize", "extra_args")
-"""Sampling parameters that the API calls otherwise, or that have another meaning there."""
+"""Sampling parameters that have another name or another meaning in the API."""
 SAMPLING: Final = {
     **{name: name for name in sampling.SAMPLING if name not in _READ_OTHERWISE},
     "vllm_xargs": "extra_args",
@@ -121,4 +121,4 @@ RESPONSE_REFUSED: Final = {
     "access_programs": "the service does no moderation",
     "image": "only text is supported",
 }
-"""The same for the Responses API."""
+"""REFUSED for the Responses API."""

@@ -14,9 +14,9 @@ _SHOWN: Final = 8
 _MOST: Final = 64
 """A body of megabytes may have a million mistakes, and nobody reads that many."""
 _NEAR: Final = 0.9
-"""Similarity from which an unknown field is a misspelt one. Extras of front ends are less similar to known fields."""
+"""Similarity from which an unknown field counts as misspelt. Extra fields of front ends are less similar."""
 _MAX_BYTES: Final = 1024
-"""Of the header. Proxies give up on a head of some kilobytes: nginx has 4 or 8 KiB for all headers."""
+"""Limit of the header that names ignored fields. Proxies limit all headers together: nginx to 4 or 8 KiB."""
 _SAYS_NOTHING: Final[tuple[Any, ...]] = (False, "", [], {})
 """Values with which a refused field asks for nothing."""
 _INDEX: Final = re.compile(r"\[\d+\]")
@@ -28,7 +28,7 @@ class Problems:
     def __init__(self) -> None:
         self._found: Final[list[tuple[str | None, str, str]]] = []
         self.ignored: Final[dict[str, str]] = {}
-        """Fields without effect: the path without indexes -> the sentence that refuses it where nothing is ignored."""
+        """Fields without effect: the path without indexes -> the sentence with which a strict gateway refuses it."""
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -40,14 +40,14 @@ class Problems:
             self.raise_any()
 
     def must(self, path: str, rule: str, told: str, code: str = ErrorCode.INVALID_REQUEST) -> None:
-        """Add the problem of a value: that `path` must be something, and got `told`."""
+        """Add the problem that the value at `path` breaks a rule. `told` shows the value."""
         self.add(path, f"{path} must {rule}, got {told}", code)
 
     def unsupported(self, param: str, message: str) -> None:
         self.add(param, message, GatewayCode.UNSUPPORTED_PARAMETER)
 
     def ignore(self, path: str, message: str) -> None:
-        """Note a field without effect. A strict gateway refuses it with this message; any gateway refuses too many."""
+        """Record a field without effect. A strict gateway refuses it with this message. All refuse too many fields."""
         path = _path(path)
         if path in self.ignored:
             return
@@ -68,7 +68,7 @@ class Problems:
         """Refuse the fields of a body that are not supported or misspelt. Ignore other unknown ones.
 
         Args:
-            refused: fields that ask for something else than is served -> what to do instead.
+            refused: fields of features that are not supported -> what to do instead.
         """
         plain = {_letters(name): name for name in known}
         for name in given:
@@ -88,7 +88,8 @@ class Problems:
         Args:
             problems: sentences that start with a path, whose first name is the queue's name of a field.
             names: the queue's name of each field -> the API's name.
-            messages: the field that the messages were made from. Any other than `messages` has other indexes.
+            messages: the field that the messages were made from. If it is not `messages`, the indexes differ, so they
+                are left out.
         """
         told = {root_of(param) for param, _, _ in self._found if param is not None}
         for problem in problems:
@@ -96,7 +97,7 @@ class Problems:
             root = root_of(path)
             name = names.get(root)
             if name is not None:
-                path = path if name == root else name  # what is inside a translated field is not the caller's
+                path = path if name == root else name  # the caller did not send its inside
                 problem = f"{path} {rest}"
             elif root == "messages":
                 path = path if messages == "messages" else messages
@@ -122,12 +123,12 @@ def _path(path: str) -> str:
 
 
 def root_of(path: str) -> str:
-    """Return the field of the body in which the path is."""
+    """Return the top-level field of a path."""
     return re.split(r"[.\[]", path)[0]
 
 
 def _letters(name: str) -> str:
-    """Return the name without what differs between spellings such as `maxTokens` and `max_tokens`."""
+    """Return the name in lower case, without _ and -, so that `maxTokens` and `max_tokens` are equal."""
     return name.lower().replace("_", "").replace("-", "")
 
 

@@ -1,7 +1,7 @@
 """How large one request of the queue may be.
 
 A request far larger than its model's context cannot run. It is refused before it is stored: moving a message of 5 MB
-keeps Redis from its other clients for 20 ms.
+blocks Redis for 20 ms.
 """
 
 from typing import Any, Final
@@ -14,9 +14,9 @@ from headrace_gateway.requests.call import Call
 from headrace_wire.codes import ErrorCode
 
 OWN_BYTES: Final = 512 * 2**10
-"""For what is no prompt, such as tools and grammars."""
+"""Allowed besides the prompt, for example for tools and grammars."""
 TOKEN_BYTES: Final = 64
-"""A token has 3 to 8 bytes in most texts. Only long runs of spaces or lines have more."""
+"""Allowed per token of the context. Most tokens have 3 to 8 bytes; only long runs of spaces or line ends have more."""
 _ENCODE: Final = msgspec.msgpack.Encoder(enc_hook=str).encode
 
 

@@ -1,4 +1,4 @@
-"""Items that a request refers to instead of sending: by `previous_response_id`, and by `item_reference`."""
+"""Stored items that a request refers to, by `previous_response_id` and by `item_reference`."""
 
 import re
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _ENCODE: Final = msgspec.json.Encoder().encode
 async def read_history(gateway: Gateway, key: ApiKey, previous: Any) -> list[Item]:
     """Return the items of the chain that ends with this response, oldest first.
 
-    Raises ApiError 400 if a response is missing, is another key's or is not finished, and if there are too many.
+    Raises ApiError 400 if a response is missing, belongs to another key or is not finished, and if there are too many.
     """
     links: list[list[Item]] = []
     size = _Size(f"the responses that {_PARAM} continues")
@@ -43,11 +43,11 @@ async def read_history(gateway: Gateway, key: ApiKey, previous: Any) -> list[Ite
 
 
 class NamedItems(NamedTuple):
-    """What a body names that is stored elsewhere."""
+    """The model and the stored items that a body refers to."""
 
     model: str | None
     previous: str | None
-    """Its `previous_response_id`; None if it is not a string."""
+    """The body's `previous_response_id`; None if it is not a string."""
     items: dict[str, str]
     """For each response whose items `input` refers to: the field of the first reference."""
 
@@ -79,7 +79,7 @@ async def read_named(gateway: Gateway, key: ApiKey, named: Mapping[str, str]) ->
 
 
 def with_references(given: Any, items: Mapping[str, Item]) -> Any:
-    """Return `input` with the items that its references name. Anything else is returned unchecked.
+    """Return `input` with each reference replaced by its item. All else is returned unchecked.
 
     Raises ApiError 400 if an item is not stored, and if the items are too large.
     """
@@ -95,7 +95,7 @@ def with_references(given: Any, items: Mapping[str, Item]) -> Any:
         named = items.get(str(item.get("id")))
         if named is None:
             raise _no_item(path)
-        size.add(named, path)  # every time: the chat's messages repeat the text
+        size.add(named, path)  # each reference counts: the chat's messages repeat the text
         found.append(named)
     return found
 
@@ -116,10 +116,10 @@ def _no_item(path: str) -> ApiError:
 
 
 class _Size:
-    """The bytes of what was read so far, encoded as JSON.
+    """The bytes of all items read so far, encoded as JSON.
 
     Args:
-        what: the subject of the error.
+        what: the subject of the error's sentence.
     """
 
     def __init__(self, what: str) -> None:

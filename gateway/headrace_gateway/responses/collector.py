@@ -1,8 +1,8 @@
 """`ResponseCollector`: stores how each response ended before its stream expires.
 
 Every replica runs one. They share the open responses as claims, so one replica at a time checks a response, and another
-takes over if it dies. A check costs one command and does not renew the subscriber heartbeat, so a request that nobody
-reads is still abandoned. The whole stream is read only after it has ended.
+takes over if it dies. A check reads only the last entry of a stream, and does not renew the subscriber heartbeat. So a
+request that nobody reads is still abandoned. The whole stream is read only after it has ended.
 """
 
 import time
@@ -39,7 +39,7 @@ _SHORTEST_SECONDS: Final = 1.0
 _FAULT_SECONDS: Final = 30.0
 """Seconds until a response that could not be stored is tried again."""
 _DEFECT_SECONDS: Final = 300.0
-"""The same after an unexpected error."""
+"""Seconds until the next try after an unexpected error."""
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
@@ -103,7 +103,7 @@ class ResponseCollector:
         return len(claims)
 
     async def _ready(self, claims: list[Claim]) -> Iterable[Claim]:
-        """Return those that have ended or will never be started, as far as one round trip shows."""
+        """Return the claims of responses that have ended or can no longer start. Takes one round trip."""
         async with self._client.pipeline(transaction=False) as pipe:
             for claim in claims:
                 pipe.xrevrange(stream_key(claim.item), count=1)
@@ -151,7 +151,7 @@ class ResponseCollector:
         return True
 
     async def _account(self, envelope: Envelope, state: dict[str, Any]) -> None:
-        """Charge the tokens, since nobody need read the answer, and count what is stored. A repeat changes nothing."""
+        """Charge the tokens, even if no client reads the answer. Count the stored bytes. A repeat changes nothing."""
         if state["usage"] is not None:
             total = state["usage"]["total_tokens"]
             await self._limits.charge(envelope.key, envelope.tokens_per_minute, envelope.id, total)

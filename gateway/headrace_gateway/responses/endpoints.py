@@ -62,7 +62,7 @@ async def create(request: Request) -> Response:
 
 
 async def read_call(request: Request, body: Body) -> tuple[Call, RegisteredModel]:
-    """Read the body with the stored items that it continues and refers to, and return the call and its model."""
+    """Read the body, and the stored items that it continues or refers to. Return the call and its model."""
     gateway, key = gateway_of(request), key_of(request)
     named = await body.read(stored_items_named)
     model, lora = await gateway.models.find(named.model, key)
@@ -79,7 +79,7 @@ def _read_call(
 
 
 def _in_background(request: Request, headers: CallHeaders) -> CallHeaders:
-    """Set no abandonment and a long expiry, since nobody need read the stream."""
+    """Turn abandonment off and set a long expiry, because perhaps no client reads the stream."""
     named = "x-headrace-expires" in request.headers
     return dataclasses.replace(
         headers, abandon_after=None, expires=headers.expires if named else max(headers.expires, LONGEST_EXPIRES)
@@ -116,7 +116,7 @@ async def cancel(request: Request) -> Response:
 async def delete(request: Request) -> Response:
     """`DELETE /v1/responses/{id}`. A running response is cancelled."""
     gateway, envelope = await _find(request)
-    # first: after an interruption a repeat still finds the response
+    # cancel first: if the deletion is interrupted, a repeat still finds the response
     had_ended = await _stop(gateway, envelope.id)
     await gateway.responses.delete(envelope.id, had_ended=had_ended)
     await gateway.stored.change(envelope.key, envelope.tenant, envelope.id, 0, 0)
@@ -148,7 +148,7 @@ async def _find(request: Request) -> tuple[Gateway, Envelope]:
 
 
 async def _stop(gateway: Gateway, response_id: str) -> bool:
-    """Cancel the request unless it has ended. Return whether it had."""
+    """Cancel the request unless it has ended. Return whether it had ended."""
     if await gateway.responses.has_ended(response_id) or await _is_stream_gone(gateway, response_id):
         return True
     return not await gateway.client.cancel(response_id)
@@ -181,7 +181,7 @@ async def _as_it_is(gateway: Gateway, key: ApiKey, envelope: Envelope) -> Respon
 
 
 async def _listen(gateway: Gateway, stream: ResponseStream, response_id: str) -> None:
-    """Send the subscriber heartbeat: a client that polls a response waits for it."""
+    """Send the subscriber heartbeat: a client that polls a response counts as a subscriber."""
     if not stream.has_ended:
         async with gateway.redis.pipeline(transaction=False) as pipe:
             send_heartbeat(pipe, response_id)
@@ -197,4 +197,4 @@ routes: Final = [
     Route(f"{_ID}/input_items", input_items, methods=["GET"]),
 ]
 refused: Final = [Route("/v1/responses/compact", compact, methods=["POST"])]
-"""Known from OpenAI, but not supported. They precede `routes`."""
+"""Endpoints of OpenAI that are not supported. They must precede `routes`."""

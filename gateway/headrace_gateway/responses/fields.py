@@ -47,7 +47,7 @@ def read_response(
     text = _read_text(given, sampling, problems)
     reasoning = _read_reasoning(given, problems)
     sampling["max_tokens"] = checked(given, "max_output_tokens", problems) or (call_fields.rest_of_context(model))
-    checked(given, "max_tool_calls", problems)  # of server tools, which the service has not
+    checked(given, "max_tool_calls", problems)  # limits server tools, which the service does not have
     if given.get("context_management"):
         problems.ignore("context_management", "context_management must be absent: the service edits no contexts")
     logprobs = _read_logprobs(given, problems)

@@ -143,7 +143,7 @@ def _string(path: str, name: str, given: Mapping[str, Any], problems: Problems) 
 
 
 def messages_of(items: Sequence[Item], *, knows_developer: bool) -> list[dict[str, Any]]:
-    """Return the chat messages. All that an assistant thought, said and called in one turn becomes one message."""
+    """Return the chat messages. The reasoning, the text and the calls of one assistant turn become one message."""
     messages: list[dict[str, Any]] = []
     for item in items:
         if item["type"] == "function_call_output":
@@ -162,7 +162,7 @@ def messages_of(items: Sequence[Item], *, knows_developer: bool) -> list[dict[st
 
 
 def _add_turn(messages: list[dict[str, Any]], item: Item) -> None:
-    """Add the item to the assistant's last message, if it may follow what that message has so far."""
+    """Add the item to the last message if the assistant's turn can contain it there, else to a new message."""
     parts = ("reasoning_content", "content", "tool_calls")
     kinds = {"reasoning": 0, "message": 1, "function_call": 2}
     rank = kinds[item["type"]]

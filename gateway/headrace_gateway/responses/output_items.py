@@ -23,7 +23,7 @@ class Item(ABC):
         return [added, *self._part_opened()]
 
     def closed(self, status: str) -> list[Chunk]:
-        """Return the events that close it. `status` is completed or incomplete."""
+        """Return the events that close the item. `status` is completed or incomplete."""
         done = {"type": "response.output_item.done", "output_index": self.place, "item": self.shape(status)}
         return [*self._part_closed(), done]
 
@@ -39,7 +39,7 @@ class Item(ABC):
 
     @abstractmethod
     def _part_closed(self) -> list[Chunk]:
-        """Return the events that close its part."""
+        """Return the events that close the part of the item."""
 
 
 class MessageItem(Item):

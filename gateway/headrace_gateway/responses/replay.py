@@ -20,7 +20,7 @@ _AT_ONCE: Final = 512
 
 
 async def replay(client: "redis.asyncio.Redis", envelope: Envelope) -> ResponseStream | None:
-    """Return the event writer after all entries so far; None if the stream has expired."""
+    """Return a ResponseStream that has read all entries so far; None if the stream has expired."""
     stream = ResponseStream(envelope)
     has_entries = False
     async for event in _entries(client, envelope.id):

@@ -27,7 +27,7 @@ class ResponseStream(AnswerStream):
     """Writes the events of one response.
 
     Args:
-        envelope: of one request, with a ResponseOptions.
+        envelope: the envelope of one request, with a ResponseOptions.
     """
 
     def __init__(self, envelope: Envelope) -> None:
@@ -60,7 +60,7 @@ class ResponseStream(AnswerStream):
         return self._end(event)
 
     def state(self) -> Chunk:
-        """Return the fields of the object that change while it is written, which the request does not determine."""
+        """Return the fields of the object that change while it is written. The request determines all others."""
         reason = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         return {
             "status": self._status,
@@ -107,7 +107,7 @@ class ResponseStream(AnswerStream):
             events += self._item_events(each, logprobs)
             if isinstance(each, Content):
                 logprobs = []
-        # the API has no field for those of reasoning and call tokens
+        # the API has no field for log-probabilities of reasoning and call tokens
         may_wait = isinstance(self._open, MessageItem) or (not read and self._open is None)
         self._waiting_logprobs = logprobs if may_wait else []
         self._finish_reason = event.finish_reason or self._finish_reason
@@ -126,7 +126,7 @@ class ResponseStream(AnswerStream):
         return [*waiting, *shape]
 
     def _item_events(self, event: ParserEvent, logprobs: list[Chunk]) -> list[Chunk]:
-        """Yield the events that continue the open item, or that close it and open the next one."""
+        """Return the events that continue the open item, or that close it and open the next one."""
         place = len(self._output) + (self._open is not None)
         if isinstance(event, CallArguments):
             assert isinstance(self._open, CallItem)
@@ -179,7 +179,7 @@ class ResponseStream(AnswerStream):
         return [*events, self._snapshot("completed")]
 
     def fail(self, code: str, message: str) -> list[Chunk]:
-        """Return the events of a failure, by the queue's error code."""
+        """End the response with an error of the queue. Return the events for it."""
         self.has_ended = True
         self.error = error = api_error_of_end(code, message, prompt_field="input")
         events = self._numbered(self._close("incomplete"))

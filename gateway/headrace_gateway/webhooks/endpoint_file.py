@@ -44,7 +44,7 @@ class Endpoint:
 
     name: str
     url: str = field(repr=False)
-    """Its query may hold a secret: it is never logged."""
+    """The URL is never logged: its query may hold a secret."""
     secrets: tuple[bytes, ...] = field(repr=False)
     tenant: str | None = None
     """Only objects of this tenant; None: of every tenant."""

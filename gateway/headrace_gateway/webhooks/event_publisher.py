@@ -40,9 +40,9 @@ class Webhooks:
         self._sender: Sender | None = None
 
     async def publish(self, event_type: str, object_id: str, *, key: str, tenant: str | None, at: int) -> None:
-        """Queue an event for its subscribed endpoints. It is in Redis when this returns. Repeats have no effect.
+        """Queue an event for its subscribed endpoints. Redis has the event when this returns. Repeats have no effect.
 
-        Publish a change before it is recorded as done, and repeat both after a failure: then neither is lost.
+        Publish a change before you record it as done. After a failure, repeat both, so that neither is lost.
 
         Args:
             event_type: one of EVENT_TYPES.
@@ -51,7 +51,7 @@ class Webhooks:
             at: unix seconds of the change.
 
         Raises:
-            redis.RedisError: it may or may not be in Redis; publish it again.
+            redis.RedisError: the event may or may not be in Redis; publish it again.
         """
         assert event_type in EVENT_TYPES, event_type
         if self._endpoints is None:

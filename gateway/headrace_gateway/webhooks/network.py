@@ -1,7 +1,8 @@
 """`CheckedNetwork`: connects to the addresses that were checked, without a second DNS lookup.
 
-The owner of a host's DNS entry can point it into this network. Source of the addresses that a webhook may reach: IANA's
-registries of special-purpose IPv4 and IPv6 addresses. The tables are ours, since Python's change between releases.
+Without the check, the owner of a host's DNS entry could point it to an address in the operator's network. Source of the
+addresses that a webhook may reach: IANA's registries of special-purpose IPv4 and IPv6 addresses. The tables are copied
+here, because those of Python's ipaddress change between releases.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ _PRIVATE: Final = _networks(
     "::1/128",
     "fc00::/7",
 )
-"""Reached only if the operator allows it for the endpoint."""
+"""Networks that are reached only if the operator allows it for the endpoint."""
 _NEVER: Final = _networks(
     "0.0.0.0/8",
     "100.100.100.200/32",  # Alibaba Cloud's metadata
@@ -97,7 +98,7 @@ class Resolver:
             lookup = asyncio.get_running_loop().run_in_executor(self._threads, _addresses, host, port)
             self._lookups[host, port] = lookup
             lookup.add_done_callback(lambda done: self._ended((host, port), done))
-        return await asyncio.shield(lookup)  # a cancelled caller does not cancel it for the others
+        return await asyncio.shield(lookup)  # a cancelled caller does not cancel the lookup for the others
 
     def _ended(self, asked: tuple[str, int], lookup: asyncio.Future[Sequence[str]]) -> None:
         del self._lookups[asked]

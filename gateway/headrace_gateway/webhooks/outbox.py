@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 _PUT: Final = script("claims_prelude", "webhooks_put")
 LEASE_SECONDS: Final = 45.0
-"""Longer than an attempt: the claim of a replica that has died expires after it."""
+"""Seconds after which the claim of a dead replica expires. An attempt takes less."""
 _REMEMBERED_SECONDS: Final = 3600
-"""A delivered event that is published again is recognised for this long."""
+"""Seconds for which a delivered event is recognised if it is published again."""
 
 
 SCHEDULE: Final = (0.0, 5.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0, 50400.0, 72000.0, 86400.0)
 """Seconds before each attempt, counted from the attempt before."""
 JITTER: Final = 0.2
-"""A delay is increased by up to this fraction of it, so that attempts that failed together do not repeat together."""
+"""A delay grows by up to this fraction, so that attempts that failed together are not repeated together."""
 LIFE_SECONDS: Final = 4 * 86400
-"""An event expires after this. The schedule with all its jitter is shorter; the rest allows for Retry-After."""
+"""Seconds after which an event expires. The schedule with the most jitter is shorter; the rest is for Retry-After."""
 _LONGEST_WAIT: Final = 86400.0
 
 
@@ -49,7 +49,7 @@ _DECODER: Final = msgspec.msgpack.Decoder(Delivery)
 
 
 class Outbox:
-    """Methods raise redis-py's errors. A `name` is that of an endpoint.
+    """Stores deliveries. Methods raise redis-py's errors. `name` is the name of an endpoint.
 
     Args:
         client: from the broker's `connections.connect_async`.

@@ -81,7 +81,7 @@ class Poster:
 async def _drain(response: httpcore2.Response) -> None:
     """Read a short body, so that the receiver's server does not log a dropped connection."""
     size = 0
-    with contextlib.suppress(TimeoutError):  # the status is what counts
+    with contextlib.suppress(TimeoutError):  # only the status counts
         async with asyncio.timeout(_DRAIN_SECONDS):
             async for part in response.aiter_stream():
                 size += len(part)

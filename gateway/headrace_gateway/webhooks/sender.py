@@ -25,7 +25,7 @@ _POLL_SECONDS: Final = 1.0
 _CONCURRENCY: Final = 8
 """Concurrent attempts of one replica at one endpoint."""
 _GRACE_SECONDS: Final = 5.0
-"""Time limit of open attempts at shutdown. Other replicas send the rest again when the claims expire."""
+"""Seconds for open attempts to end at shutdown. Other replicas send the rest again when the claims expire."""
 _UNWANTED: Final = Attempt(failure="the endpoint does not subscribe to it in this replica's webhook file")
 """Counts as a failure, since another replica may have a newer file."""
 
@@ -79,14 +79,14 @@ class Sender:
         await end_tasks(*workers)
 
     def wake(self, name: str) -> None:
-        """Send what is due to this endpoint now, without waiting for the next poll."""
+        """Send the due events of this endpoint now, without waiting for the next poll."""
         if self._is_running and len(self._workers[name]) < _CONCURRENCY:
             worker = asyncio.create_task(self._work(name))
             self._workers[name].add(worker)
             worker.add_done_callback(self._workers[name].discard)
 
     async def _poll(self) -> bool:
-        """Start what is due, and update the metrics."""
+        """Start the deliveries that are due, and update the metrics."""
         waiting = await self._outbox.waiting(self._endpoints())
         now = time.time()
         self._metrics.webhooks_waiting(
@@ -106,7 +106,7 @@ class Sender:
                 taken = await claims.take(1)
                 if not taken:
                     return
-                self.wake(name)  # another worker takes the next one meanwhile
+                self.wake(name)  # meanwhile another task takes the next event
                 await self._deliver(endpoint, taken[0])
         except REDIS_ERRORS as error:
             logger.warning("webhook not recorded, will be resent", endpoint=name, reason=type(error).__name__)

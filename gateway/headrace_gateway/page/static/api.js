@@ -43,7 +43,7 @@ async function problemOf(response) {
   }
 }
 
-// Splits text that arrives in any pieces into events: {raw, event, data}; a comment has data null.
+// Splits text into events {raw, event, data}. The text may arrive in any pieces. A comment has data null.
 export class EventParser {
   #rest = "";
 

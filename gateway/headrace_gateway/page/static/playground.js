@@ -78,7 +78,7 @@ class Figures {
     return (performance.now() - this.sent) / 1000;
   }
 
-  // A stream whose status was sent before a worker began does not say how long it waited.
+  // If the status was sent before a worker began, no header says how long the request waited.
   waited(response) {
     const told = response.headers.get("x-headrace-queued-ms");
     $("play-queued").textContent = told === null ? `over ${seconds(this.now())}` : seconds(told / 1000);
@@ -185,7 +185,7 @@ export function start() {
       await navigator.clipboard.writeText($("play-curl").textContent);
       $("play-copy").textContent = "Copied";
     } catch {
-      getSelection().selectAllChildren($("play-curl")); // no right to the clipboard, or none beyond HTTPS and localhost
+      getSelection().selectAllChildren($("play-curl")); // the browser denies the clipboard, for example without HTTPS
     }
   });
 }

@@ -12,7 +12,7 @@ let letters = [];
 let loading = Promise.resolve();
 let deadSeen = null;
 
-// One box in each cell: where the window is narrow, its heading stands beside it.
+// Each cell has one box. A narrow window shows the column's heading beside the box.
 const cell = (value, note, className = "wrap") => {
   const box = element("div", { text: `${value}` });
   if (note) box.append(element("small", { text: note }));
@@ -125,7 +125,7 @@ async function change(verb, ids, name) {
   } catch (error) {
     result = error.message;
   }
-  await loadLetters(); // first: the buttons for all letters mean those that are shown
+  await loadLetters(); // reload first: the buttons for all letters act on the letters that are shown
   setState($("dead-result"), result);
 }
 

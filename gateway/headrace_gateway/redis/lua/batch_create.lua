@@ -2,7 +2,7 @@
 -- RIGHTS: BATCH
 -- ARGV: id, kept_ms, most_open, most_kept, fields[], values[]
 -- most_open, most_kept: maximum of open and of stored batches.
--- Returns 0 if too many batches of the API key are open.
+-- Returns 1; 0 if too many batches of the API key are open.
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
 local has_ended = {completed = true, failed = true, expired = true, cancelled = true}

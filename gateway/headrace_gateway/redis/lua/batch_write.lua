@@ -1,8 +1,8 @@
 -- KEYS: BATCH, TOKENS
 -- RIGHTS: BATCH
 -- ARGV: id, token, statuses, fields[], values[]
--- token: of the claim. statuses: comma-separated, those in which it may be written.
--- Returns '' if it was written, 'lost' if another claim holds the batch or it is gone, else its status.
+-- token: the claim's token. statuses: comma-separated statuses in which the batch may be written.
+-- Returns '' if the batch was written, 'lost' if another claim holds it or Redis has lost it, else its status.
 local status = redis.call('HGET', BATCH, 'status')
 if not status or redis.call('HGET', TOKENS, id) ~= token then
   return 'lost'

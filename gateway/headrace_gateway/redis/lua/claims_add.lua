@@ -1,3 +1,3 @@
 -- ARGV: item, due_in_ms
--- Returns 1 if it is new.
+-- due_in_ms: milliseconds until the item is due. Returns 1 if the item is new, else 0.
 return redis.call('ZADD', DUE, 'NX', now + tonumber(due_in_ms), item)

@@ -1,5 +1,5 @@
 -- ARGV: item, token, due_in_ms
--- due_in_ms: '' removes the item. Returns 0 if the claim is lost.
+-- due_in_ms: milliseconds until the item is due again; '' removes it. Returns 0 if the claim is lost, else 1.
 if not is_held(item, token) then
   return 0
 end

@@ -1,5 +1,5 @@
 -- ARGV: held_ms, items[], tokens[]
--- Returns the indexes of lost claims.
+-- held_ms: milliseconds until the claims expire. Returns the indexes, from 0, of the lost claims.
 local lost = {}
 for i, item in ipairs(items) do
   if is_held(item, tokens[i]) then

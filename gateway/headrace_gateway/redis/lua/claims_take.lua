@@ -1,7 +1,7 @@
 -- ARGV: most, held_ms
--- Returns each item with its token.
+-- most: number of items to take. held_ms: milliseconds until the claims expire. Returns a list of {item, token}.
 local due = redis.call('ZRANGEBYSCORE', DUE, '-inf', now, 'LIMIT', 0, tonumber(most))
--- counts on from the clock: if Redis loses its last second of writes, no token is given twice
+-- tokens are at least the clock in microseconds: no token repeats, even if Redis loses its last second of writes
 local counted = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local last = tonumber(redis.call('HGET', TOKENS, '') or 0)
 local taken = {}

@@ -1,7 +1,7 @@
 -- All replicas use Redis's clock.
 -- ARGV: requests_a_minute, tokens_a_minute, requests_wanted
--- 0: no limit. requests_wanted: how many to take.
--- Returns {admitted, requests left, tokens left, seconds until the next can be admitted}; numbers as strings.
+-- requests_a_minute, tokens_a_minute: 0: no limit. requests_wanted: number of requests to take.
+-- Returns {1 if admitted, else 0; requests left; tokens left; seconds to wait}, the last three as strings.
 local bounds = {requests = tonumber(requests_a_minute), tokens = tonumber(tokens_a_minute)}
 local needed = {requests = tonumber(requests_wanted), tokens = 1}
 local levels, wait = {}, 0

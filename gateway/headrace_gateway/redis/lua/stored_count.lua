@@ -1,8 +1,9 @@
 -- KEYS: STORED, STORED_BYTES
 -- RIGHTS: STORED
 -- ARGV: item, num_bytes, seconds, bound
--- Counts the bytes of an item for these seconds; 0 bytes end its count. The bound is at most a quarter of `maxmemory`; 0
--- is none. If the item has no room, returns what is counted already and the bound, else nil.
+-- Counts `num_bytes` for an item until `seconds` have passed. 0 bytes remove the item.
+-- bound: limit of all items in bytes, lowered to a quarter of `maxmemory` if that is less; 0: no limit.
+-- Returns nil; {bytes of the other items, limit} if the item has no room.
 local now = tonumber(redis.call('TIME')[1])
 local bytes, limit = tonumber(num_bytes), tonumber(bound)
 local function end_count(name)

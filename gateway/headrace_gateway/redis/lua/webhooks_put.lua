@@ -1,6 +1,6 @@
 -- KEYS: DELIVERY, UNDELIVERED
 -- ARGV: id, delivery, life_seconds
--- id: of the event. Returns 1 if the delivery is new.
+-- id: the event's id. Returns 1 if the delivery is new, else 0.
 if not redis.call('SET', DELIVERY, delivery, 'NX', 'EX', life_seconds) then
   return 0
 end

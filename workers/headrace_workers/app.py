@@ -32,7 +32,7 @@ def create_app(settings: WorkerSettings) -> Celery:
     app.loader.override_backends = BACKENDS
     # The engine is this process's child: a forking pool would break it, and tasks take no slot of the pool anyway.
     app.conf.update(worker_pool="solo", worker_concurrency=1, worker_enable_remote_control=True)
-    app.conf.worker_disable_rate_limits = True  # a limit would hold leased messages in a queue of Celery's
+    app.conf.worker_disable_rate_limits = True  # a limit would hold leased messages in Celery's own queue
     app.conf.worker_consumer = "headrace_workers.celery.consumer:EngineConsumer"
     app.register_task(GenerateTask(settings))
     # Celery's own tasks run and publish anything that their arguments name, with this worker's rights, on its thread.
@@ -42,9 +42,9 @@ def create_app(settings: WorkerSettings) -> Celery:
     app.steps["consumer"].add(EngineConsumerStep)
 
     def configure(*, logfile: str | None = None, colorize: bool | None = None, **_: Any) -> None:
-        # Celery's own --logfile and --no-color
+        # the arguments come from Celery's --logfile and --no-color
         if configure_logging(settings.log_level, settings.log_json, file=logfile, colours=colorize is not False):
-            # Celery writes its banner and "Warm shutdown" there, past the log. None is a value that Python allows.
+            # Celery writes its banner and "Warm shutdown" to it, not to the log. Python allows the value None.
             sys.__stdout__ = None  # type: ignore[misc]
         logging.getLogger("celery.app.trace").setLevel(logging.WARNING)  # it repeats our log line of each request
         # transformers warns on stderr, outside the log, if torch is missing; a worker of another engine needs no torch

@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 
 REGISTER_SECONDS = 60.0
 SORT_SECONDS = 1.0
-"""Seconds between two sorts of new messages by a worker without room. A sort records when they began to wait."""
+"""Seconds between two sorts by a worker without free slots. A sort moves new messages from the producers' lists to the
+sorted sets of their tenants, and records when they began to wait."""
 _EXIT_ENGINE_GIVEN_UP = 1
 _LAST_RESULTS_SECONDS = 5.0
 _FAILED_TURN_SECONDS = 0.05
@@ -84,7 +85,7 @@ class EngineStep(bootsteps.StartStopStep):
         """The queues that the worker was started with."""
         self._cancelled: set[str] = set()
         self._reported: set[str] = set()
-        """Lists without a reader that the log has reported."""
+        """Lists that no worker reads, if the log has reported them."""
         self.client = connect(broker.redis_url)
         self._gauges = QueueGauges(self.client, self.queues, self.metrics, self._health)
         self.dispatcher = self._make_dispatcher(worker, settings, config, adapters, broker.result_ttl_seconds)
@@ -98,7 +99,7 @@ class EngineStep(bootsteps.StartStopStep):
         self._channel: Any = None
         self._leases: Leases | None = None
         self._grace_ends_at = math.inf
-        """When the grace period of a drain command ends."""
+        """Monotonic time at which the grace period of a drain command ends."""
         return self
 
     def _make_dispatcher(
@@ -186,14 +187,14 @@ class EngineStep(bootsteps.StartStopStep):
         try:
             info = self.client.info()
             warnings = (eviction_warning(info), *restart_safety(self.client, info).warnings)
-        except REDIS_ERRORS as error:  # the user may not run INFO, or Redis is away again
+        except REDIS_ERRORS as error:  # the user may not run INFO, or Redis is unavailable again
             logger.warning("Redis's settings could not be read: %s", error)
             return
         for warning in filter(None, warnings):
             logger.warning("%s", warning)
 
     def stats(self) -> dict[str, Any]:
-        """Give an operator the numbers of the dispatcher and the leases."""
+        """Return the dispatcher's figures and the number of leases, for operators."""
         held = len(self._leases) if self._leases is not None else 0
         return {**self.dispatcher.stats(), "leases": held}
 
@@ -230,7 +231,7 @@ class EngineStep(bootsteps.StartStopStep):
             worker_state.should_stop = worker_state.should_stop or 0
 
     def stop(self, worker: Any) -> None:
-        """Shut down warm: turn the event loop until all requests have ended or the grace period is over."""
+        """Shut down warm: run the event loop until all requests have ended or the grace period is over."""
         self.dispatcher.drain("warm shutdown")
         deadline = time.monotonic() + self._grace_seconds
         while not self.dispatcher.is_idle and self._supervisor.is_ready and time.monotonic() < deadline:
@@ -262,8 +263,8 @@ class EngineStep(bootsteps.StartStopStep):
         self._server.stop()
 
     def _turn_loop(self, worker: Any) -> None:
-        """Turn the event loop once. An error of a callback must not stop it before all messages are settled."""
-        worker.hub.call_soon(lambda: None)  # a scheduled call makes the event loop turn without waiting
+        """Run one turn of the event loop. An error of a callback must not stop it before all messages are settled."""
+        worker.hub.call_soon(lambda: None)  # with a scheduled call, the event loop does not wait for input
         try:
             worker.hub.run_once()
         except Exception as error:  # noqa: BLE001  # the drain continues in any case
@@ -283,11 +284,11 @@ class EngineStep(bootsteps.StartStopStep):
     def _sort(self) -> None:
         if (
             self._leases is None or self.dispatcher.admission.free_slots() > 0
-        ):  # with free slots, a fetch sorts them first
+        ):  # with free slots, each fetch sorts new messages first
             return
         try:
             self._leases.sort(self._lists)
-            self._channel.schedule_preempting_fetch()  # not at once: other workers may have free slots
+            self._channel.schedule_preempting_fetch()  # a little later, because other workers may have free slots
         except CONNECTION_ERRORS:
             pass  # the event loop notices the loss itself
         except redis.ResponseError as error:

@@ -97,7 +97,7 @@ def scheduled(state: Any, **_: Any) -> list[dict[str, Any]]:
 
 
 def add_consumer(state: Any, queue: Any = None, **_: Any) -> dict[str, str]:
-    """Undo `cancel_consumer`. Refuses a queue that the worker was not started with, as it is another model's."""
+    """Undo `cancel_consumer`. Refuses other queues than the worker was started with: they belong to other models."""
     step = engine_step(state)
     if queue not in step.queues:
         return {
@@ -162,7 +162,7 @@ def revoke_by_stamped_headers(state: Any, headers: Any = None, **options: Any) -
 
 
 def hello(state: Any, from_node: Any = None, revoked: Any = None, **_: Any) -> dict[str, Any]:
-    """Answer a worker that starts, which sends the ids that it knows to be revoked."""
+    """Answer a starting worker. It sends the ids that it knows to be revoked."""
     ids = list(revoked or [])
     if _bad_ids(from_node) or _bad_ids(ids, most=control.worker_state.REVOKES_MAX):
         return {"error": _IDS}

@@ -48,13 +48,13 @@ class EngineConsumer(Consumer):
         signals.task_rejected.send(sender=self, message=message, exc=exc)
 
     def on_unknown_message(self, body: Any, message: Any) -> None:  # noqa: ARG002  # Celery's signature
-        """As `on_decode_error`."""
+        """Dead-letter the message, as `on_decode_error` does."""
         self._refuse(message, "it follows neither protocol 1 nor protocol 2 of Celery")
 
     def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:  # noqa: ARG002  # Celery's signature
         """Dead-letter the message. Its sender gets an answer if the id is the message's own.
 
-        Celery would store a failure under the id that the message names, which may be another request's.
+        Celery would store a failure under the id in the message, which may be the id of another request.
         """
         self._refuse(message, f"its task is not {TASK_NAME}, the only one of this queue")
 
@@ -72,7 +72,7 @@ class EngineConsumer(Consumer):
             message.channel.leases.dead_letter(message.delivery_tag, reason, why)
 
     def on_send_event_buffered(self) -> None:
-        """Do nothing. Celery would send events in each turn of its loop. Here `flush_events` or the 24th event does."""
+        """Do nothing. Celery would send events in each turn of its loop. Here `flush_events` or the 24th does so."""
 
     def on_connection_error_after_connected(self, exc: Exception) -> None:
         """Send pending events. Celery keeps events that it failed to publish, but not those still pending."""
@@ -88,7 +88,7 @@ _NO_BODY: Final[tuple[list[Any], dict[str, Any], dict[str, Any]]] = ([], {}, {})
 
 
 class EnginePool:
-    """Replaces Celery's pool. A request calls no other method of it."""
+    """Replaces Celery's pool. For a request, Celery calls no other method of it."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -118,11 +118,11 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
         if "id" not in message.headers:
             raise InvalidTaskError("malformed message: it has no id")
         request_id = _id_of(message)
-        about = {} if request_id is None else {"request_id": request_id}  # of Celery's log lines too
+        about = {} if request_id is None else {"request_id": request_id}  # in Celery's log lines too
         try:
             with structlog.contextvars.bound_contextvars(**about), _registration(message):
                 if body is not None:
-                    # Of protocol 1, as the headers have no task. It would be converted with a valid id.
+                    # Headers without a task show protocol 1. Only a valid id lets it be converted to protocol 2.
                     raise MalformedMessageError("its headers have no task, and its body has no valid id of protocol 1")
                 require_accepted(message.content_type)
                 # Celery sees an empty body. Decoding a large one takes seconds: `preparation/process.py` does that.

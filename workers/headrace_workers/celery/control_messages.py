@@ -93,7 +93,7 @@ class ControlNode(Node):
     """Runs each command and answers in the content type of its message."""
 
     def handle_message(self, body: Any, message: Any = None) -> Any:
-        """Run a message's command. Raises only if the command ends the worker or Redis is away."""
+        """Run a message's command. Raises only if the command ends the worker or Redis is unavailable."""
         try:
             command = ControlMessage.read(body, self.mailbox.reply_exchange.name)
             if not command.is_for(self.hostname):

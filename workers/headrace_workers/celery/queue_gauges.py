@@ -25,7 +25,7 @@ class QueueGauges:
         self._metrics = metrics
         self._health = health
         self._refusal: str | None = None
-        """Why Redis has refused to give messages, or to take output, since the last poll."""
+        """The reason why Redis refused to deliver messages or to take output since the last poll; None: no refusal."""
 
     def refused(self, reason: str) -> None:
         """Report that Redis, or a script, refused to serve the queue. The second poll after this clears the report."""
@@ -37,7 +37,7 @@ class QueueGauges:
         self._health.queue_blocked(problem)
 
     def poll(self) -> None:
-        """Read the levels of this worker's queues and set the metrics to their sums, or to Redis being down."""
+        """Read the levels of this worker's queues and set the metrics to their sums, or report that Redis is down."""
         started = time.perf_counter()
         try:
             by_queue = self._reader.read(self._queues)

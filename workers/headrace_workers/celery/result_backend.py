@@ -23,7 +23,7 @@ _RELATED_IDS: Final = ("group_id", "parent_id")
 
 
 class ContentTypeMixin:
-    """Stores results in a content type. A base class of this module's backends, before Celery's class."""
+    """Stores results in a content type. The backends below inherit from this class first, then from Celery's."""
 
     def store_result(
         self,

@@ -75,7 +75,7 @@ class EngineRequest(Request):
 
     @property
     def delivery(self) -> DeliveryInfo:
-        """What the queue knows of the message."""
+        """The facts that the queue has recorded about the message."""
         return self._message.delivery_info.get(DELIVERY) or DeliveryInfo()
 
     def finish(self, result: dict[str, Any]) -> None:
@@ -115,7 +115,7 @@ class EngineRequest(Request):
 
         With `is_counted` the delivery counts toward the limit, so that a message that cannot be served is not delivered
         for ever. It does not count if the worker chose to return it, as in a drain. `is_preempted` counts a preemption.
-        `choices` is recorded in the queue.
+        `choices`, the number of the request's choices, is recorded in the queue.
         """
         self._settled()
         self._message.channel.leases.requeue(
@@ -185,7 +185,7 @@ class ResultBackend:
         return getattr(self._backend, name)
 
     def mark_as_failure(self, *_: Any, **__: Any) -> None:
-        """Do nothing, for the reason above."""
+        """Do nothing, for the reason in the class's docstring."""
 
 
 class GenerateTask(Task):
@@ -207,7 +207,7 @@ class GenerateTask(Task):
         self.settings = settings
 
     def while_disconnected(self, seconds: float, problem: str | None = None) -> None:
-        """Spend these seconds without a connection to Redis, for which `problem` gives the reason."""
+        """Wait for `seconds` while there is no connection to Redis. `problem` is the reason."""
         if self.step is None:
             time.sleep(seconds)
         else:

@@ -71,15 +71,15 @@ class EngineSupervisor:
         self._hub: Any = None
         self._tokenizer: ModelTokenizer | None = None
         self.tokenizer_parts: TokenizerParts
-        """The parts that `tokenizer` was made of, once an engine was ready."""
+        """The parts that `tokenizer` was made of. Set when the first engine is ready."""
         self._tokenizer_answer: Future[Any] = Future()
-        """The engine process reads the tokenizer, as that may need torch. It is asked once."""
+        """Only the engine process reads the tokenizer files, because that may need torch. It is asked once."""
         self._deaths_in_a_row = 0
         self._started_at = 0.0
         self.is_ready = False
         self._stopped = False
         self._restart_at: float | None = None
-        """When the next process starts after a death."""
+        """Time by `clock` at which the next process starts after a death."""
         self._restart_timer: Any = None
 
     @property
@@ -133,7 +133,7 @@ class EngineSupervisor:
         if not self.is_ready or not has_work:
             self._progress_at = now
         elif now - self._progress_at > self._stall_seconds:
-            self.pump(0.0)  # this process may have been stopped itself, with outputs of the engine unread
+            self.pump(0.0)  # perhaps this process itself was stopped, and outputs of the engine are unread
             process = self._process
             if self.is_ready and process is not None and now - self._progress_at > self._stall_seconds:
                 self._reap(process)
@@ -145,7 +145,7 @@ class EngineSupervisor:
         self._deaths_in_a_row = 0
 
     def pump(self, seconds: float) -> None:
-        """Read from the engine for `seconds` while no event loop turns."""
+        """Read from the engine for `seconds` while no event loop runs."""
         deadline = time.monotonic() + seconds
         while True:
             left = max(0.0, deadline - time.monotonic())

@@ -1,4 +1,4 @@
-"""The way in: a received message is read, checked, rendered and tokenised, on the event loop or in another process.
+"""Prepares a received message: it is read, checked, rendered and tokenised, on the event loop or in another process.
 
-Nothing here writes a stream or knows what runs.
+Nothing here writes a stream or knows the running requests.
 """

@@ -51,7 +51,7 @@ _OBJECT: Final = rf'\{{\s*"name":\s*"{_NAME}",\s*"(arguments|parameters)":\s*{_J
 _PARAMETER: Final = r"<parameter={}>\s*{}\s*</parameter>\s*"
 _ARGUMENT: Final = r"<arg_key>{}</arg_key>\s*<arg_value>{}</arg_value>\s*"
 _PAIRS: Final = (("probe_text_a", "probe_value_a"), ("probe_count_a", "7"))
-# How each format writes the call of the probe. A white space between parts is free.
+# How each format writes the probe, the call that `written_call` renders. White space between its parts may vary.
 _CALLS: Final = {
     "openai": rf"to=functions\.{_NAME}[^{{}}]*<\|message\|>{_JSON}<\|call\|>",
     "deepseek_v3": (
@@ -74,15 +74,15 @@ _CALLS: Final = {
     ),
     "llama3_json": rf"^\s*(<\|python_tag\|>)?\s*{_OBJECT}",
 }
-# Behind or before a call, these are part of a tag that no parser of ours knows.
+# Before or after a call, these texts are part of a tag that none of our parsers knows.
 _TAG_OF_CALL: Final = re.compile("probe_|tool|function|call|action|invoke", re.IGNORECASE)
 
 
 def tool_format_of(parts: TokenizerParts) -> str | None:
     """Return the format of tool calls; None if it is not known.
 
-    A template that shows an earlier call shows its format. A template that shows none describes the format, and is
-    searched for the texts of each.
+    A template that can write earlier calls is rendered with a call, which shows the format. Any other template is
+    searched for the texts of each format.
     """
     template = parts.tool_chat_template or parts.chat_template or ""
     if not reads_variable(template, "tools"):
@@ -138,7 +138,7 @@ class AnswerFormats:
     reasoning_parser: str = AUTO
 
     def of(self, parts: TokenizerParts, tokenizer: ModelTokenizer) -> dict[str, Any]:
-        """Return the keyword arguments of `register_model` for a model with this tokenizer, made of these parts."""
+        """Return the keyword arguments of `register_model` for a model with this tokenizer and its parts."""
         template = parts.tool_chat_template or parts.chat_template or ""
         tool_parser = tool_format_of(parts) if self.tool_parser == AUTO else self._named(self.tool_parser)
         reasoning_parser = (
@@ -149,7 +149,7 @@ class AnswerFormats:
                 tool_parser = None
             else:
                 reasoning_parser = HARMONY
-        # decoding skips them
+        # the special tokens, which decoding skips
         skipped = {token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special}
         features = TemplateFeatures(
             exists=bool(template),

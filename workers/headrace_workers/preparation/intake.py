@@ -1,6 +1,7 @@
 """Reads messages: `Incoming` holds the headers, and `Intake` checks the body.
 
-`Intake` runs in a preparation process. `PlainRequests` calls it on the event loop for small plain requests.
+For most messages, `Intake` runs in a preparation process. For plain requests, `PlainRequests` runs it on the event
+loop. A plain request has a short prompt that is no chat, and sampling parameters that are numbers or lists of stops.
 """
 
 import hashlib
@@ -198,7 +199,7 @@ def prompt_of(request: GenerateRequest, processor: InputProcessor) -> str | list
 
 
 def _is_protocol_2(body: Any) -> bool:
-    """Whether it is [args, kwargs, embed], of the right types."""
+    """Return whether the body is [args, kwargs, embed], of the right types."""
     if not isinstance(body, list | tuple) or len(body) != 3:
         return False
     args, kwargs, embed = body
@@ -215,7 +216,7 @@ def _deadline(expires: Any, time_limits: Any) -> float | None:
 def _queued_at(
     enqueued_at: float | None, eta: Any, by_redis: float | None
 ) -> tuple[float | None, Literal["producer", "redis"] | None]:
-    """Get when a message began to wait, by the monotonic clock, and the source of that time.
+    """Return the monotonic time at which a message began to wait, and the source of that time.
 
     A producer's clock may be wrong, so a wait is never shorter than the one that Redis measured. A message with an ETA
     begins to wait at its ETA.
@@ -250,17 +251,17 @@ _LISTS: Final = ("stop", "stop_token_ids")
 
 
 class PlainRequests:
-    """Prepares the messages of `Preparation` that need no process.
+    """Prepares plain requests, which need no process.
 
     Args:
-        processor: without logits processors, which may take any time to check a request.
+        processor: has no logits processors, because those may take any time to check a request.
     """
 
     def __init__(self, processor: InputProcessor, served_names: Sequence[str]) -> None:
         self._intake = Intake(processor, served_names)
 
     def prepare(self, request_id: str, content_type: str, body: bytes | str) -> Prepared | None:
-        """Prepare a request. Returns None if it is not small and plain, or is invalid: a process then handles it."""
+        """Prepare a request. Returns None if it is not plain, or is invalid: a process then handles it."""
         if len(body) > _MAX_BODY_BYTES:
             return None
         try:

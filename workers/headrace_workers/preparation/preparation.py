@@ -35,7 +35,7 @@ POSTPONE_SECONDS: Final = 1.0
 
 
 class _Calls(Enum):
-    """Takes the place of a tenant, for all tokenizer calls together."""
+    """Stands in place of a tenant, for all tokenizer calls together."""
 
     CALLS = 0
 
@@ -51,7 +51,7 @@ class Preparing:
     prepared: Prepared | None = None
     """Set while the message waits only for its adapter."""
     since: float = field(default_factory=time.monotonic)
-    """When the search for the adapter began."""
+    """Monotonic time at which the search for the adapter began."""
 
     @property
     def request_id(self) -> str:
@@ -68,7 +68,7 @@ class Preparation:
 
     Args:
         make_process: makes the two processes; the slow one gets one message at a time.
-        max_messages: messages held at once. At most half may be slow, and at most a quarter slow and of one tenant.
+        max_messages: messages held at once. At most half may be slow. At most a quarter may be slow ones of one tenant.
         ready: called with the message, the prepared request and its adapter.
         refused: called with the message and the reason why it cannot be served.
         undecodable: called with a message whose body does not match its content type, and the problem.
@@ -104,7 +104,7 @@ class Preparation:
         self._held: dict[int, Preparing] = {}
         self._by_id: dict[str, Preparing] = {}
         self._waiting: OrderedDict[str | _Calls | None, deque[Preparing | int]] = OrderedDict()
-        """Work for the slow process by tenant, the next one first. Tokenizer calls are numbers, under `_Calls`."""
+        """Work for the slow process by tenant, the next tenant first. Tokenizer calls are numbers, under `_Calls`."""
         self._in_slow_process: int | None = None
         self._calls: dict[int, tuple[str, bytes, Callable[[bytes], None]]] = {}
         """Tokenizer calls by number. Their numbers are below 0."""
@@ -114,12 +114,12 @@ class Preparation:
 
     @property
     def num_choices(self) -> int:
-        """Number of choices of the held messages, as far as the queue knows."""
+        """Number of choices of the held messages, as the queue has recorded it."""
         return sum(message.celery_request.delivery.choices for message in self._held.values())
 
     @property
     def is_failing(self) -> bool:
-        """Whether a process does not start. Messages wait there until one does."""
+        """Whether one of the processes does not start. Its messages wait until it does."""
         return self._quick.is_failing or self._slow.is_failing
 
     def get(self, request_id: str) -> Preparing | None:
@@ -155,13 +155,16 @@ class Preparation:
             self._begin_slow(message)
 
     def _prepare_plain(self, message: Preparing) -> Prepared | None:
-        """Prepare a plain message here. Returns None if a process must, or if it would overtake the quick process."""
+        """Prepare a plain request on this thread. Returns None if a process must prepare it.
+
+        It must not overtake messages of the quick process, so while there are any, a process prepares it.
+        """
         if self._plain is None or any(not other.is_slow for other in self._held.values()):
             return None
         return self._plain.prepare(*message.body)
 
     def answer_call(self, kind: str, body: bytes, answered: Callable[[bytes], None]) -> None:
-        """Let the processes answer a tokenizer call, as well as messages; see `tokenizer_answers.py`."""
+        """Pass a tokenizer call to the processes, which also answer such calls; see `tokenizer_answers.py`."""
         number = -next(self._numbers)
         self._calls[number] = kind, body, answered
         if len(body) <= QUICK_BODY_BYTES:
@@ -186,7 +189,7 @@ class Preparation:
         return dropped
 
     def heartbeat(self) -> list[Preparing]:
-        """Once a second: end processes and messages that take too long. Returns the messages that remain."""
+        """End processes and messages that take too long. Call it once a second. Returns the messages that remain."""
         self._quick.check()
         self._slow.check()
         for message in list(self._held.values()):

@@ -73,7 +73,7 @@ class PreparerProcess:
         self._submitted: dict[int, bytes] = {}
         """Packed requests by number. The process works on the first one."""
         self._since = time.monotonic()
-        """When the process began the first request."""
+        """Monotonic time at which the process began the first request."""
         self._deaths = 0
         """Deaths of processes that worked on the first request."""
         self._start_at = 0.0

@@ -1,7 +1,7 @@
 """The process that prepares requests: it decodes bodies, renders chats, tokenises prompts and compiles grammars.
 
-Any of these can take seconds, which no check can predict. In this process it delays no lease renewal, no stream and no
-probe. `preparer_process.py` is the parent's side. Both write msgpack frames with a length prefix:
+Each of these steps can take seconds, and no check can predict it. In this process they delay no lease renewal, no
+stream and no probe. `preparer_process.py` is the parent's side. Both write msgpack frames with a length prefix:
 
     parent -> child   {settings}, once; [number, request id, content type, body];
                       [0, grammar, problem or nil]: the verdict of another process;
@@ -49,7 +49,7 @@ QUICK_BODY_BYTES: Final = 32 << 10
 """A tokenizer takes some 10 ms for a prompt of this size."""
 _QUICK_CPU_SECONDS: Final = 0.1
 _SLOW_NICENESS: Final = 5
-"""A large request takes a third of a processor that streams need, too; at 10 it might exceed its wall-clock limit."""
+"""On a processor that streams need too, a large request then gets a third. At 10 it might exceed its time limit."""
 _MAX_VERDICTS: Final = 4096
 _LENGTH: Final = struct.Struct("<Q")
 _PR_SET_PDEATHSIG: Final = 1
@@ -248,7 +248,7 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
         answers.flush()
 
     if sys.argv[1:] == ["quick"]:
-        import_chat_templates()  # while the engine loads, so that no small chat waits for it
+        import_chat_templates()  # while the engine loads, so that no small chat waits for the import
     else:
         os.nice(_SLOW_NICENESS)
     reader = FrameReader(requests.read)

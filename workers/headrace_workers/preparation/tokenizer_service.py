@@ -23,8 +23,8 @@ TAKE_SECONDS: Final = 1.0
 
 
 AnswerCall = Callable[[str, bytes, Callable[[bytes], None]], None]
-"""Start to answer one call of a kind and with a body, without blocking. The function in the third argument gets the
-packed answer, on the event loop's thread."""
+"""Starts to answer one call, without blocking. Arguments: the call's kind, its body, and a function that gets the
+packed answer on the event loop's thread."""
 
 
 class TokenizerService:

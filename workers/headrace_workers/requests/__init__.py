@@ -1,1 +1,1 @@
-"""Requests from their claim to their acknowledgement: what is admitted, runs, is written to streams, and ends."""
+"""Requests from their claim to their acknowledgement: admission, execution, streams and settlement."""

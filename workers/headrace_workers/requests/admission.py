@@ -180,7 +180,7 @@ class Admission:
             celery_request.requeue()
             return
         with self._answering(incoming, celery_request):
-            if incoming.over_quota and not self._writer.exists(incoming.request_id):  # else it was sent twice, and runs
+            if incoming.over_quota and not self._writer.exists(incoming.request_id):  # else a repeat
                 raise RefusedError(
                     ErrorCode.QUOTA_EXCEEDED,
                     f"the queue holds {incoming.over_quota} requests of this tenant, which is its limit",
@@ -298,13 +298,13 @@ class Admission:
         return True
 
     def heartbeat(self) -> None:
-        """Once a second: let Celery settle messages that were revoked or have expired while they are prepared."""
+        """Let Celery settle messages that were revoked or expired during their preparation. Call it once a second."""
         for message in self.preparation.heartbeat():
             if message.celery_request.revoked():
                 self.preparation.drop(message)
 
     def requeue_unprepared(self) -> int:
-        """Return the messages that are not prepared yet to the queue. Returns how many."""
+        """Requeue the messages that are not prepared yet. Returns their number."""
         messages = self.preparation.drop_all()
         for message in reversed(messages):  # each goes to the front, so the last one goes first
             message.celery_request.requeue()
@@ -312,6 +312,6 @@ class Admission:
 
 
 def _salt(incoming: Incoming) -> str:
-    """Return what divides the prefix cache. The lengths keep two pairs of names apart."""
+    """Return the salt of the prefix cache. Because of the lengths, no two pairs of names have the same salt."""
     names = (incoming.tenant, incoming.cache_salt)
     return "" if names == (None, None) else "".join("-" if name is None else f"{len(name)} {name}" for name in names)

@@ -101,7 +101,7 @@ class Dispatcher:
         make_process: makes the two processes that prepare messages.
         preemption: preempts requests for those of higher priority.
         store_result: see `Settlement`.
-        on_refused: called with the reason when Redis refuses to serve the queue, or what the worker writes.
+        on_refused: called with the reason when Redis refuses to serve the queue, or refuses a write of the worker.
         on_given_up: called with the reason when the engine cannot be kept alive or used.
         publish_interval: see `InFlight`.
         tracer_provider: OpenTelemetry's; None traces nothing.
@@ -233,7 +233,7 @@ class Dispatcher:
         self._show_state()
 
     def log_drained(self) -> None:
-        """Log what became of the requests since the drain began."""
+        """Log how many requests have ended in which way since the drain began."""
         assert self._state.drain is not None
         self._state.drain.log_finished(len(self._in_flight))
 
@@ -269,7 +269,7 @@ class Dispatcher:
     # -- for operators --------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Give numbers and states to an operator."""
+        """Return figures and states for operators."""
         return {
             "model": self._model.names[0],
             "state": self._health.not_ready() or "ready",

@@ -1,4 +1,4 @@
-"""`EngineWatch`: the engine as this worker knows it, and what follows from the engine's events.
+"""`EngineWatch`: keeps what this worker knows of its engine, and reacts to the engine's events.
 
     engine --outputs, losses--> `InFlight` --text, chunks--> `Settlement`
 
@@ -69,15 +69,15 @@ class EngineWatch:
         self.supervisor = supervise(self)
         self.in_flight = run(self.supervisor)
         self.processor: InputProcessor | None = None
-        """None until the first engine is ready, as are the two below."""
+        """None until the first engine is ready. The two attributes below are set then."""
         self.model_info: ModelInfo
         self.capabilities: EngineCapabilities
         self._formats: dict[str, Any] = {}
         self.num_waiting = 0
-        """Requests that wait in the engine, as its last step said."""
+        """Requests that wait in the engine for slots or memory, by the statistics of its last step."""
         self._last_step = StepStats()
         self.is_given_up = False
-        """The engine cannot be kept alive."""
+        """Whether the engine could not be kept alive."""
 
     def on_engine_ready(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None:
         if self.processor is None:
@@ -172,7 +172,7 @@ class EngineWatch:
             logger.warning("model not registered", error=str(error))
 
     def stats(self) -> dict[str, Any]:
-        """Give numbers and states to an operator. None stands for a number that the engine does not report."""
+        """Return figures and states for operators. None stands for a figure that the engine does not report."""
         levels = ("running", "waiting", "kv_blocks_used", "kv_blocks_total")
         reported = levels if self.processor is None else self.capabilities.stats
         return {

@@ -1,7 +1,7 @@
 """`Finisher`: the thread on which Celery's end-of-task work runs.
 
-Storing a result takes a round trip, or minutes of retries while Redis is away. The event loop's thread renews leases,
-so it must not wait for that. Celery's consumer passes acknowledgements back to that thread.
+Storing a result takes a round trip, or minutes of retries while Redis is unavailable. The event loop's thread renews
+leases, so it must not wait for that. Celery's consumer passes acknowledgements to the event loop's thread.
 """
 
 import logging

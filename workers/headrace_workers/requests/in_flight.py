@@ -38,7 +38,7 @@ from headrace_workers.requests.tracing import RequestTracing
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 _RESERVED_SHARE: Final = 16
-"""One slot in this many is reserved, and at least one if the engine has two."""
+"""One slot in this many is reserved for requests with few choices, and at least one if the engine has two slots."""
 
 
 class InFlight:
@@ -71,13 +71,13 @@ class InFlight:
         self._publisher = Publisher(writer, metrics)
         self._max_num_seqs = max_num_seqs
         self._num_reserved = min(max(1, max_num_seqs // _RESERVED_SHARE), max_num_seqs - 1)
-        """Slots that requests with more choices than that leave to others."""
+        """Number of reserved slots. A request with more choices than this is large, and leaves them to others."""
         self._jobs: dict[str, Job] = {}
         self._ending: dict[Attempt, tuple[Job, FinishReason, GenerateResult]] = {}
-        """Complete, but the end of the stream is not in Redis yet."""
+        """Complete jobs whose end of the stream is not in Redis yet."""
         self._slots_used: int | None = None
         self._split_below: int | None = None
-        """Caches; None means count again. The event loop asks in each turn, and the numbers seldom change."""
+        """Caches; None: count again. The event loop reads the numbers in each turn, and they seldom change."""
         self.isolation = Isolation(writer)
         self._listeners = ListenerWatch(Listeners(client))
         self._publish_interval = publish_interval
@@ -130,16 +130,17 @@ class InFlight:
 
     @property
     def split_below(self) -> int:
-        """The step from which on no request may start whose choices do not all have slots; `ALL_STEPS` if any may.
+        """The step below which requests may start before all their choices have slots; `ALL_STEPS` if all may.
 
-        One request at a time waits here with some of its choices. Others wait in the queue, where tenants take turns.
+        One request at a time waits here for slots of its other choices. Others wait in the queue, where tenants take
+        turns.
         """
         if self._split_below is None:
             self._split_below = min((job.step for job in self if job.unsent), default=ALL_STEPS)
         return self._split_below
 
     def has_room(self, step: int, num_choices: int) -> bool:
-        """Whether a request of this priority step and with so many choices may start."""
+        """Whether a request of this priority step with `num_choices` choices may start."""
         return num_choices <= max(1, self._max_num_seqs - self.slots_used) or step < self.split_below
 
     # -- begin and end --------------------------------------------------------------------------------------------
@@ -313,7 +314,7 @@ class InFlight:
     def _feed(self) -> None:
         """Send choices to free slots of the engine.
 
-        Requests with many choices leave some slots to others, but together always get as many themselves.
+        Large requests leave the reserved slots to others. Together they always get at least as many slots themselves.
         """
         for job in self:
             if job.unsent:
@@ -490,8 +491,8 @@ class InFlight:
         reason: ReturnReason = "fenced" if why is WriteOutcome.FENCED else "rolled_back"
         if why in (WriteOutcome.FENCED, WriteOutcome.ROLLED_BACK):
             # Fenced: another worker has the request and this lease is lost, so requeueing does nothing. Or another
-            # client wrote to the stream: the next claim sees its entries. Rolled back: Redis lost more than is kept
-            # here, and the next attempt generates it again. The request may be the cause, so the delivery counts.
+            # client wrote to the stream: the next claim sees its entries. Rolled back: Redis lost more than this
+            # worker keeps, and the next attempt generates it again. The delivery counts: the request may be the cause.
             self._return_to_queue(job, reason, is_counted=True)
         else:
             self._settlement.finish_refused(job, is_gone=why is WriteOutcome.GONE)
@@ -506,7 +507,7 @@ class InFlight:
         self.flush()
 
     def heartbeat(self) -> None:
-        """Once a second: retry failed writes and records, and end abandoned requests."""
+        """Retry failed writes and records, and end abandoned requests. Call it once a second."""
         self.flush(retry=True)
         self.isolation.record(self._jobs.values())
         self._end_abandoned()

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 SUSPECT_LOSSES = 2
 TOKENS_TO_CLEAR = 8
-"""A resumed request that kills the engine does so at its next token. The rest is a margin."""
+"""A resumed request that kills the engine does so at its next token. The other tokens are a margin."""
 
 
 class Isolation:
@@ -50,7 +50,7 @@ class Isolation:
         return None
 
     def record(self, jobs: Collection[Job]) -> None:
-        """Write engine losses to Redis for the next worker. The heartbeat retries what failed."""
+        """Write engine losses to Redis for the next worker. The heartbeat retries failed writes."""
         self._unrecorded.intersection_update(jobs)
         if not self._unrecorded:
             return

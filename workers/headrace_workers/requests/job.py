@@ -33,7 +33,7 @@ class ChoiceRecord:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     last_token_at: float | None = None
-    """When this worker published its last token."""
+    """Monotonic time at which this worker published the choice's last token."""
 
     def add(self, token_ids: Sequence[int], text: str, logprobs: TokenLogprobs | None) -> None:
         self.token_ids += token_ids
@@ -65,7 +65,7 @@ class Job:
     """Id of the recorded trace, used as the exemplar of the request's latencies."""
     received_at: float = field(default_factory=time.monotonic)
     admitted_at: float | None = None
-    """When the engine began the request's first step."""
+    """Monotonic time at which the engine began the request's first step."""
     first_token_at: float | None = None
     last_token_at: float | None = None
     num_first_tokens: int = 0
@@ -78,7 +78,7 @@ class Job:
     begun_with: ModelIdentity | None = None
     """Other weights that computed tokens of an earlier attempt; None if there were none."""
     drawn_with: set[str] = field(default_factory=set)
-    """Names of the draws that chose the tokens of earlier attempts, as far as their workers reported them."""
+    """Names of the draws that chose the tokens of earlier attempts, if their workers reported them."""
     engine_losses: int = 0
     """Number of engine processes, on any worker, that died with this request in them."""
     step: int = 0
@@ -86,7 +86,7 @@ class Job:
     preemptions: int = 0
     """How often the request was preempted."""
     unsent: list[EngineCoreRequest] | None = None
-    """Choices that wait for a slot of the engine; None while the request as a whole is not in the engine."""
+    """Choices that wait for a slot of the engine; None while no choice of the request may be sent."""
     timers: list[Any] = field(default_factory=list)
 
     @property
@@ -104,7 +104,7 @@ class Job:
 
     @property
     def num_tokens(self) -> int:
-        return sum([len(choice.token_ids) for choice in self.choices])  # called for each chunk: no generator
+        return sum([len(choice.token_ids) for choice in self.choices])  # called for each chunk: faster than a generator
 
     @property
     def decode_seconds(self) -> float | None:
@@ -199,7 +199,7 @@ def recorded_result(request_id: str, entries: Sequence[StreamEvent], ended: EndE
 
 
 def recorded_usage(entries: Sequence[StreamEvent]) -> Usage | None:
-    """Read the usage of a stream's tokens, as far as its workers recorded it; None if it has no tokens."""
+    """Return the usage that the entries of a stream show; None if they have no tokens."""
     num_tokens = sum(len(entry.token_ids) for entry in entries if isinstance(entry, ChunkEvent))
     if not num_tokens:
         return None

@@ -1,7 +1,7 @@
-"""`Preemption`: returns running requests to the queue for those of higher priority. They resume after their last token.
+"""`Preemption`: requeues running requests to make room for higher priorities. They resume after their last token.
 
 Priorities are compared by the steps of the queue's lists (`keys.PRIORITY_STEPS`). 0 is the highest. Requests of one
-step do not preempt each other. The step is the one that a request was sent with: ageing improves only its place in
+step do not preempt each other. The step is the one that a request was sent with: ageing changes only its place in
 the queue. One worker takes the request of higher priority from the queue first, and preempts others when that request
 is prepared. So no two workers preempt for the same request.
 """
@@ -31,13 +31,13 @@ class Preemption:
         self._metrics = metrics
 
     def preemptible_slots(self, in_flight: InFlight, num_preparing: int, *, engine_waiting: int) -> tuple[int, int]:
-        """Get the lowest step that can be preempted, and how many choices messages of higher priority may have.
+        """Return the step of the lowest priority in flight, and the number of choices that higher priorities may have.
 
         Args:
             num_preparing: choices of the messages that have been taken.
             engine_waiting: requests that wait in the engine because its memory or token budget is short. The engine
                 orders them by priority, so messages of higher priority need only free slots. Other workers may have
-                room, so at most `engine_waiting` are taken, less those taken before that have not begun.
+                room, so at most `engine_waiting` choices are taken, less those that were taken and have not begun.
         """
         room = self._max_num_seqs - num_preparing - in_flight.slots_used
         if room > 0:
@@ -93,7 +93,7 @@ class Preemption:
 
 
 def _is_begun(job: Job) -> bool:
-    """Whether the engine has begun to compute it, as far as it reports that."""
+    """Whether the engine has reported the start of the job or its first token."""
     return job.admitted_at is not None or job.first_token_at is not None
 
 

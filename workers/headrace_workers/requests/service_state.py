@@ -18,12 +18,12 @@ from headrace_workers.preparation.answer_formats import AnswerFormats
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
     names: Sequence[str]
-    """Each name is a queue; the first one is the model's own."""
+    """Each name has a queue. The first name is the model's own."""
     adapters: Adapters
     max_num_seqs: int
     """Choices that the engine runs at once."""
     max_delay_seconds: float
-    """How far ahead a message's ETA may lie."""
+    """Seconds that a message's ETA may lie ahead."""
     preparation_settings: Mapping[str, Any]
     """The processes' settings, except the engine's; see `preparation.process.make_preparer`."""
     engine: str = OWN_ENGINE
@@ -38,19 +38,19 @@ logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 @dataclass(slots=True)
 class Drain:
-    """What a drain has done with the worker's requests."""
+    """Counts how the worker's requests have ended since a drain began."""
 
     began: float
     """Monotonic seconds."""
     running: int
-    """Requests that ran when it began."""
+    """Requests that ran when the drain began."""
     stopped: int = 0
     """Running requests that were requeued."""
     requeued: int = 0
     """Requests that were requeued before they ran."""
 
     def log_finished(self, still_running: int) -> None:
-        """Log what became of the requests since the drain began."""
+        """Log the counts and the duration of the drain."""
         logger.info(
             "drain finished",
             ended=max(0, self.running - self.stopped - still_running),
@@ -60,7 +60,7 @@ class Drain:
 
 
 class ServiceState:
-    """A drain ends with the process, a pause with `Dispatcher.resume`."""
+    """Knows whether the worker is paused or drains. `Dispatcher.resume` ends a pause; a drain ends with the process."""
 
     def __init__(self, metrics: Metrics, health: WorkerHealth) -> None:
         self._metrics = metrics

@@ -42,7 +42,7 @@ class Settlement:
     Args:
         store_result: stores a result without Celery's task. Takes request id, result and content type; called on the
             finisher's thread.
-        on_refused: called with the reason when Redis refuses what the worker writes.
+        on_refused: called with the reason when Redis refuses a write of the worker.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class Settlement:
         self._finisher = Finisher()
         self._hub: Any = None
         self._unended: dict[str, Callable[[], None]] = {}
-        """Ends the streams of requests, by id, whose end Redis has refused. The heartbeat retries them."""
+        """By request id: a function that ends a stream whose end Redis has refused. The heartbeat calls it again."""
         self.redis_refuses = False
-        """Redis failed on a request's stream or result; take no messages until the next heartbeat."""
+        """Whether Redis failed on a request's stream or result. If so, take no messages until the next heartbeat."""
         self.on_refused = on_refused
 
     def attach(self, hub: Any) -> None:
@@ -70,7 +70,7 @@ class Settlement:
         self._hub = hub
 
     def call_soon(self, callback: Callable[[], object]) -> None:
-        """Call it on the event loop's thread; may be called from any thread."""
+        """Call `callback` on the event loop's thread. Any thread may use this method."""
         self._hub.call_soon(callback)
 
     @property
@@ -79,7 +79,7 @@ class Settlement:
         return not (self._finisher.busy or self._unended)
 
     def heartbeat(self) -> None:
-        """Once a second: let the worker try Redis again, and end the streams whose end was refused."""
+        """Let the worker try Redis again, and end the streams whose end was refused. Call it once a second."""
         self.redis_refuses = False
         for end in list(self._unended.values()):
             end()
@@ -224,7 +224,7 @@ class Settlement:
     def _end_stream(
         self, request_id: str, finish_reason: str, error: ErrorInfo, content: str, content_type: str
     ) -> None:
-        """End the stream of a message that Celery does not know, and store the result. If it had ended, do neither."""
+        """End the stream of a message that Celery does not know, and store the result. Do neither if it had ended."""
         try:
             ending = self._writer.end_unclaimed(request_id, finish_reason, error, content)
         except (*REDIS_ERRORS, UnicodeError) as failure:  # the id of a malformed message may be invalid Unicode
@@ -243,7 +243,7 @@ class Settlement:
             self._finisher.submit(store, on_failure=lambda _error: None, request_id=request_id)
 
     def _finish(self, celery_request: CeleryRequest, finish: Callable[[], None], **about: Any) -> None:
-        """Store, announce and acknowledge. A message whose result cannot be stored is delivered again."""
+        """Store and announce the result, and acknowledge. If it cannot be stored, the message is delivered again."""
 
         def not_stored(error: Exception) -> None:
             if isinstance(error, REDIS_ERRORS) and is_fault_of_server(error):

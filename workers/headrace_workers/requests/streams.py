@@ -33,8 +33,8 @@ from headrace_workers.requests.tracing import RequestTracing
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 REPLAY_SECONDS = 10.0
-"""How long written entries are kept for a replay. A replica lags behind its master by much less, and a server that
-writes its append-only file every second loses at most two seconds."""
+"""Seconds for which written entries are kept for a replay. A replica lags behind its master by much less, and a server
+that writes its append-only file every second loses at most two seconds."""
 
 
 class Publisher:
@@ -42,8 +42,8 @@ class Publisher:
 
     It holds entries that are not written yet, and those of the last `REPLAY_SECONDS`.
 
-    While Redis is away, the entries of later steps queue up. Writing an entry twice is harmless, because Redis refuses
-    its ID the second time. Memory is bounded by the tokens of the requests in flight.
+    While Redis is unavailable, the entries of later steps queue up. Writing an entry twice is harmless, because Redis
+    refuses its ID the second time. Memory is bounded by the tokens of the requests in flight.
 
     A server may lose accepted entries: when a replica takes over from its master, or a machine crashes between two
     writes to its disk. Then the latest entries are written again, so that the stream has no gap.
@@ -55,7 +55,7 @@ class Publisher:
         self._clock = clock
         self._pending: list[StreamWrite] = []
         self._written: deque[tuple[float, bytes]] = deque()
-        """Packed, because the garbage collector would have to walk a hundred thousand objects."""
+        """Time and packed entries of each write: unpacked, the garbage collector would walk many thousand objects."""
         self._dropped: dict[Attempt, float] = {}
         """Time of each drop. A server that also lost the claim may reuse the number of a dropped attempt."""
         self.refusal: str | None = None
@@ -114,7 +114,7 @@ class Publisher:
             refused = {key: outcome for key, outcome in refused.items() if key not in behind}
             refused |= self._writer.publish(again)
         if self._failed_at is not None and self._clock() - self._failed_at < REPLAY_SECONDS:
-            # a stream lost with its server was not deleted by a client
+            # Redis has just failed: the server lost these streams, no client deleted them
             vanished = {key for key, outcome in refused.items() if outcome is WriteOutcome.GONE}
             refused |= dict.fromkeys(vanished, WriteOutcome.ROLLED_BACK)
         return refused
@@ -156,7 +156,7 @@ class StreamClaims:
         model: ModelIdentity,
         draws: str,
     ) -> Job | None:
-        """Make the request's job. If its stream had ended or is another message's, settle the request and return None.
+        """Make the request's job. Settle the request and return None if its stream ended or is of another message.
 
         Args:
             model: the weights and adapter that compute the request.
@@ -221,8 +221,8 @@ def job_of(
 class ListenerWatch:
     """Asks Redis for the time since each request's last subscriber heartbeat.
 
-    While Redis is away, no subscriber can send a heartbeat. So a request counts as abandoned only after Redis has been
-    available for the request's whole `abandon_after`.
+    While Redis is unavailable, no subscriber can send a heartbeat. So a request counts as abandoned only after Redis
+    has been available for the request's whole `abandon_after`.
 
     Args:
         clock: monotonic time in seconds.

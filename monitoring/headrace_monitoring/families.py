@@ -1,4 +1,4 @@
-"""Every metric family of Headrace, declared once: name, help, labels, buckets.
+"""The metric families of a worker, each declared once: name, help, labels, buckets.
 
 Names follow the conventions of Prometheus: prefix `headrace_`, base units (seconds, tokens, ratios between 0 and 1),
 counters end in `_total`. Every family has the label `model`, and those of the queue also `queue`. `metrics.py` sets

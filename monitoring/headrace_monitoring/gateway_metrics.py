@@ -34,7 +34,7 @@ class GatewayMetrics:
     """All metrics of one gateway process, on one registry.
 
     Args:
-        version: of Headrace.
+        version: version of Headrace.
     """
 
     def __init__(self, registry: CollectorRegistry | None = None, *, version: str = "unknown") -> None:

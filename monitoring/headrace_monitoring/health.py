@@ -53,7 +53,7 @@ class WorkerHealth:
         self._preparation_fails = False
 
     def queue_blocked(self, problem: str | None) -> None:
-        """Set why Redis gives the worker no messages; None: it does."""
+        """Set the reason why Redis gives the worker no messages; None if it gives them."""
         self._queue_problem = problem
 
     def preparation_fails(self, fails: bool) -> None:

@@ -90,7 +90,7 @@ class LabelSets:
 
 
 def priority_step(priority: int) -> int:
-    """Return the priority step of a priority: the highest step that is not above it."""
+    """Return the priority step of a priority: the largest step number that is at most `priority`."""
     return max((step for step in PRIORITY_STEPS if step <= priority), default=PRIORITY_STEPS[0])
 
 

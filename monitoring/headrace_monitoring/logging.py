@@ -105,7 +105,7 @@ def configure_logging(
 
     Args:
         level: DEBUG, INFO, WARNING, ERROR or CRITICAL, in any case. Raises LogLevelError for another name.
-        json: write one JSON object a line. None: JSON unless `stream` is a terminal.
+        json: write one JSON object per line. None: JSON unless `stream` is a terminal.
         file: append to this file instead. It is reopened after a rename, so logrotate can rotate it.
         colours: False: write no colour codes.
 

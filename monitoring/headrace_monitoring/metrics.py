@@ -59,7 +59,7 @@ class DeferredObservations(Collector):
     def __init__(self) -> None:
         self._pending: Final[deque[tuple[Callable[..., None], tuple[Any, ...]]]] = deque()
         self._flushing: Final = threading.Lock()
-        """Gauges must be set in the order of the calls."""
+        """One thread flushes at a time, so that gauges are set in the order of the calls."""
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -162,7 +162,7 @@ class Metrics:
         registry: registers the families; None: a new registry.
         model: the served model name.
         queue: the name of the model's queue.
-        version: of Headrace, shown by `headrace_build_info`.
+        version: version of Headrace, shown by `headrace_build_info`.
         stall_limit: seconds without a step after which the worker kills an engine with work.
         label_sets: the tenants and adapters that have a series each. All others count as "other".
         clock: returns the unix time in seconds.
@@ -256,7 +256,7 @@ class Metrics:
         self._queue.leases_lost.inc()
 
     def dead_lettered(self, reason: str) -> None:
-        """Count a dead letter. Of "undecodable: ValueError" the label is the part before the colon."""
+        """Count a dead letter. The label is the part of the reason before a colon, as in "undecodable: ValueError"."""
         self._queue.dead_lettered[dead_letter_reason(reason)].inc()
 
     def queue_depth(self, ready: int, unacked: int, dead: int, oldest_age_seconds: float | None) -> None:
@@ -481,7 +481,7 @@ class Metrics:
     def heartbeat(self) -> None:
         """Record an iteration of the worker's event loop. Must be called by that loop."""
         self._worker.heartbeat.set(self._clock())
-        self._deferred.flush()  # limits the buffer where no scrape does
+        self._deferred.flush()  # limits the buffer if nothing scrapes
 
     def loop_lag(self, seconds: float) -> None:
         """Record the longest time for which the event loop was blocked since the last call."""
@@ -516,7 +516,7 @@ def _exemplar(trace_id: str | None) -> dict[str, str] | None:
 
 
 def _elapsed(seconds: float | None) -> float | None:
-    """Limit a duration to 0 and LONGEST_SECONDS: two clocks can differ. None if it is unknown or not finite."""
+    """Limit a duration to 0 to LONGEST_SECONDS, as two clocks can differ. None if it is unknown or not finite."""
     if seconds is None or not math.isfinite(seconds):
         return None
     return min(max(seconds, 0.0), LONGEST_SECONDS)

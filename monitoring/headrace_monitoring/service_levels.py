@@ -27,15 +27,15 @@ class ModelLevels:
     model: str
     queue: str
     ready: Mapping[int, int]
-    """By priority step."""
+    """Ready messages by priority step."""
     leased: int
     run_out: int
     """Expired leases whose messages no worker has returned to the queue."""
     dead: Mapping[str, int]
-    """By the broker's reason."""
+    """Dead letters by the broker's reason."""
     oldest_age_seconds: float | None
     unread: int
-    """Messages in lists that no worker reads, because their producers use the separator `:`."""
+    """Messages in lists that no worker reads, because their producers set `sep` or `global_keyprefix`."""
     blocked: bool
     """A key of the queue has the wrong type, so that no worker gets messages."""
     last_seen: float | None
@@ -81,7 +81,7 @@ class ServiceExposition(Collector):
     While Redis does not answer, the queues' series are absent, since neither the last values nor 0 would be true.
 
     Args:
-        version: of Headrace.
+        version: version of Headrace.
         clock: returns the unix time in seconds.
     """
 

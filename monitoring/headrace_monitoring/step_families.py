@@ -43,7 +43,7 @@ class StepFamilies(Collector):
         self.registry: Final = CollectorRegistry()
         self._numbers: frozenset[str] | None = None
         self._shown: dict[tuple[str, ...], bool] = {}
-        """By family and label values: a cache, since every scrape reads every series."""
+        """Cache: whether to show a series, by family and label values. Every scrape reads every series."""
 
     def report_only(self, numbers: Collection[str]) -> None:
         """Set the numbers that the engine reports after each step.

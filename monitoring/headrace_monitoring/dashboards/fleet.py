@@ -85,7 +85,7 @@ def _deliveries() -> Row:
             (queue_level("queue_run_out_leases", "queue"), "{{queue}}"),
         ),
         "Messages in lists that no worker reads": graph(
-            "Their producers set Celery's option sep to ':'. `headrace queue list` names the lists. From the exporter.",
+            "Their producers set sep or global_keyprefix. `headrace queue list` names the lists. From the exporter.",
             (queue_level("queue_unread_messages", "queue"), "{{queue}}"),
         ),
         "Queue served": states(

@@ -32,7 +32,7 @@ TAG = "headrace"
 Panel = timeseries.Panel | stat.Panel | heatmap.Panel | statetimeline.Panel
 """A panel without title and position. `build` sets them."""
 Row = Mapping[str, Panel]
-"""By title."""
+"""Panels by title."""
 Thresholds = Sequence[tuple[float | None, str]]
 """Pairs of lowest value and colour. The value of the first is None."""
 
@@ -104,7 +104,7 @@ OFF_ON = (("Off", "red"), ("On", "green"))
 
 
 def states(description: str, *queries: Query, names: Sequence[tuple[str, str]] = OFF_ON) -> Panel:
-    """Return a panel of states over time, one bar a series. `names` has the name and colour of the values 0, 1, 2..."""
+    """Return a panel of states over time, one bar per series. `names`: the name and colour of the values 0, 1, 2..."""
     meanings = {str(value): ValueMappingResult(name, colour, index=value) for value, (name, colour) in enumerate(names)}
     panel = (
         statetimeline.Panel()

@@ -1,10 +1,10 @@
-"""A large batch over HTTP beside chats: how much memory the gateway and Redis take while it runs, and what chats feel.
+"""A large batch over HTTP beside chats: memory of the gateway and of Redis, and the chats' time to first token.
 
     python benchmarks/batch_beside_chat.py --model FOLDER [--lines 10000] [--seconds 3600] [--json FILE]
 
 FOLDER is a small model, so lines end fast. One worker and one gateway serve the batch and a chat every half second.
 The gateway's resident memory, Redis's `used_memory` and the progress are sampled each second; the table shows them at
-tenths of the batch. Memory that does not depend on the size of a batch is flat.
+tenths of the batch. The memory should stay flat: it must not depend on the size of the batch.
 """
 
 import argparse
@@ -138,7 +138,7 @@ async def _keep_chatting(gateway: LocalGateway, model: str, first_tokens: list[f
 
 
 async def _chat(gateway: LocalGateway, model: str) -> float:
-    """Milliseconds until the first event of a stream that is read to its end."""
+    """Return the milliseconds until the first event of a stream. Read the stream to its end."""
     body = {"model": model, "prompt": [5, 6, 7], "max_tokens": _CHAT_TOKENS, "ignore_eos": True, "stream": True}
     started, first = time.perf_counter(), 0.0
     async for _ in events_of(gateway.host, gateway.port, "/v1/completions", body):

@@ -1,11 +1,11 @@
-"""Headrace's engine and vLLM in turns, each loaded once, in a process of its own: two warm engines on one machine.
+"""Headrace's engine and vLLM in turns on one machine. Each is loaded once in its own process, so both are warm.
 
     python benchmarks/beside_vllm.py --vllm PYTHON [--dtype float32] [--workloads mixed] [--turns 3] [--json FILE]
 
-Output tokens a second of each turn, without prefix caching; each workload runs once before what is counted. Whichever
-has no turn is stopped: vLLM looks for work when it has none. Both have the same weights and requests. vLLM gets all
-cores, 64 sequences and steps of 2,048 tokens, Headrace what it has by default; `--quantization` and `--kv-cache-dtype`
-are for Headrace alone.
+Shows the output tokens per second of each turn, without prefix caching. Each workload runs once before the counted
+turns. The engine that has no turn is stopped, because an idle vLLM keeps looking for work. Both have the same weights
+and requests. vLLM gets all cores, 64 sequences and steps of 2,048 tokens. Headrace runs with its defaults.
+`--quantization` and `--kv-cache-dtype` apply to Headrace only.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import runs
 import workload
 
 SPEED = "output_tokens_per_second"
-Figures = dict[str, list[dict[str, Any]]]  # of each engine's turns
+Figures = dict[str, list[dict[str, Any]]]  # by engine, the figures of its turns
 
 
 def main() -> None:
@@ -34,12 +34,12 @@ def main() -> None:
     parser.add_argument("--turns", type=command_line.count, default=3)
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # an engine that is stopped would stay
+    for number in (signal.SIGTERM, signal.SIGHUP):  # else a stopped engine would stay alive
         signal.signal(number, lambda *_: sys.exit(1))
     measured: dict[str, Figures] = {chosen: {"vLLM": [], "Headrace": []} for chosen in args.workloads}
     with ExitStack() as stack, Console(stderr=True).status("") as status:
         engines: dict[str, runs.Loaded] = {}
-        for name in ("vLLM", "Headrace"):  # one after the other, as each looks at how much memory is free
+        for name in ("vLLM", "Headrace"):  # one after the other, because each reads how much memory is free
             status.update(f"{name} begins")
             vllm = name == "vLLM"
             loaded = command_line.loaded_vllm(args, args.workloads) if vllm else command_line.loaded(args)

@@ -1,4 +1,4 @@
-"""Of how many chat templates are the histories of tool calls and the detected formats right?
+"""Counts the chat templates whose histories of tool calls and detected formats are right.
 
     python benchmarks/chat_templates.py FOLDER [--all]
 

@@ -1,4 +1,4 @@
-"""What the benchmarks' command lines have in common."""
+"""Options and helpers that the benchmarks' command lines share."""
 
 import argparse
 import os
@@ -19,7 +19,7 @@ VLLM_VARIABLES = {
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-"""On all cores: vLLM by itself would leave one of two idle."""
+"""Run vLLM on all cores. By default it would leave one of two cores idle."""
 _FOLDER = Path(__file__).parent
 
 
@@ -37,41 +37,41 @@ def add_comparison_options(parser: argparse.ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
-    """An option that says how many: of nothing there is no median."""
+    """Parse an option that is a count of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}, must be an integer of at least 1")
     return int(text)
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What a run's figures are figures of, as `EngineArgs` calls it."""
+    """Return the engine options of a run, by their names in `EngineArgs`."""
     return {name: getattr(args, name) for name in ("dtype", "quantization", "kv_cache_dtype")}
 
 
 def describe(args: argparse.Namespace) -> str:
-    """The same for a title: a peer has the dtype only."""
+    """Return these options as text for a title. Only the dtype applies to a peer."""
     cache = f"K/V in {args.kv_cache_dtype}" if args.kv_cache_dtype != "auto" else None
     own = ", ".join(filter(None, (args.quantization, cache)))
     return f"{args.dtype} (Headrace: {own})" if own else str(args.dtype)
 
 
 def measure(name: str, args: argparse.Namespace, *options: str) -> dict[str, Any]:
-    """One measurement of `measurements.py`."""
+    """Run one measurement of `measurements.py`."""
     return runs.run([*_own(name, args), *options])
 
 
 def measure_vllm(kind: str, args: argparse.Namespace, *options: str) -> dict[str, Any]:
-    """One measurement of `vllm_peer.py`."""
+    """Run one measurement of `vllm_peer.py`."""
     return runs.run([*_vllm(kind, args), *options], vllm_env(args.vllm))
 
 
 def loaded(args: argparse.Namespace) -> runs.Loaded:
-    """Headrace's engine, to be asked for one workload after the other."""
+    """Start Headrace's engine, which then runs one workload after the other on request."""
     return runs.Loaded(_own("turns", args))
 
 
 def loaded_vllm(args: argparse.Namespace, workloads: Sequence[str], *options: str) -> runs.Loaded:
-    """The same of vLLM; it serves these workloads. `options` are more of `vllm_peer.py`."""
+    """Start vLLM, which then runs these workloads on request. `options` are further options of `vllm_peer.py`."""
     return runs.Loaded([*_vllm("turns", args), "--workload", *workloads, *options], vllm_env(args.vllm))
 
 
@@ -86,7 +86,7 @@ def _vllm(kind: str, args: argparse.Namespace) -> list[str]:
 
 
 def vllm_env(python: str) -> dict[str, str]:
-    """With the allocator and the OpenMP library that vLLM advises, as a worker starts it, too."""
+    """Return vLLM's environment, with the allocator and the OpenMP library that it advises. Workers use the same."""
     libraries = preloaded(python)
     if "tcmalloc" not in libraries.get("LD_PRELOAD", os.environ.get("LD_PRELOAD", "")):
         print(

@@ -1,11 +1,11 @@
-"""What the gateway costs: HTTP streams through it against streams read straight from the queue, on one worker.
+"""The cost of the gateway: HTTP streams through it, compared with streams read straight from the queue.
 
     python benchmarks/gateway_cost.py [--dtype float32] [--turns 5] [--json FILE]
 
-One worker serves both sides in turns, as the speed of a machine drifts: first the whole mixed workload at once, then
-short requests one by one, whose time to the first token is compared. This process reads every token of both sides: from
-Redis over one connection, or from the gateway over a connection a stream. Prefix caching is off, as every turn has
-the same prompts.
+One worker serves both sides in turns, because the speed of a machine drifts. Each turn sends the whole mixed workload
+at once. After the turns, short requests are sent one by one, and their times to the first token are compared. This
+process reads every token of both sides: from Redis over one connection, or from the gateway over one connection per
+stream. Prefix caching is off, because every turn has the same prompts.
 """
 
 import argparse
@@ -68,7 +68,7 @@ async def _measure(setup: Setup, turns: int) -> dict[str, Any]:
         }
         beside = _beside_engine(gateway.pid)
         with Console(stderr=True).status("") as status:
-            for turn in range(turns + 1):  # the first one takes memory and is not counted
+            for turn in range(turns + 1):  # the first turn allocates memory and is not counted
                 for name in sorted(sides, reverse=turn % 2 == 1):  # each goes first in turn
                     status.update(f"{name}, turn {turn} of {turns}")
                     used_before, started = _processor_seconds(beside), time.perf_counter()
@@ -98,7 +98,7 @@ async def _gateway_of(client: Any) -> AsyncIterator[LocalGateway]:
 
 
 async def through_gateway(gateway: LocalGateway, model: str, requests: Sequence[BenchmarkRequest]) -> None:
-    """All requests at once, each on a connection of its own, every stream read to its end."""
+    """Send all requests at once, each on its own connection, and read every stream to its end."""
 
     async def one(request: BenchmarkRequest) -> None:
         body = {"model": model, "prompt": request.prompt_token_ids, "stream": True, **request.sampling_params}
@@ -111,7 +111,7 @@ async def through_gateway(gateway: LocalGateway, model: str, requests: Sequence[
 
 
 async def events_of(host: str, port: int, path: str, body: dict[str, Any]) -> AsyncIterator[bytes]:
-    """The data of each event of a stream, by as little code as can read one: an SDK costs more than the gateway."""
+    """Yield the data of each event of a stream. The code is minimal, because an SDK costs more than the gateway."""
     content = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(host, port)
     try:
@@ -133,7 +133,7 @@ async def events_of(host: str, port: int, path: str, body: dict[str, Any]) -> As
 
 
 def _beside_engine(gateway_pid: int) -> dict[str, psutil.Process]:
-    """The processes beside the engine's: the worker's parent, Redis, the gateway and this one, which reads."""
+    """Return the processes beside the engine: the worker's parent, Redis, the gateway and this process."""
     children = psutil.Process().children()
     (worker,) = (child for child in children if child.cmdline()[-1] == "worker")
     (server,) = (child for child in children if child.pid not in (worker.pid, gateway_pid))
@@ -152,7 +152,7 @@ def report(figures: dict[str, Any], title: str) -> None:
 
     def row(what: str, kind: str, digits: int, difference: str) -> None:
         direct, gateway = figures[kind]["queue"], figures[kind]["gateway"]
-        # of the pairs, measured one after the other: the medians of all drift with the machine
+        # compare the pairs, measured one after the other: medians over all turns drift with the machine
         ratios = [there / here if here else 0.0 for here, there in zip(direct, gateway, strict=True)]
         added = statistics.median(there - here for here, there in zip(direct, gateway, strict=True))
         medians = [f"{statistics.median(each):.{digits}f}" for each in (direct, gateway)]

@@ -1,9 +1,9 @@
-"""What open streams cost one gateway process while nothing comes: its memory and its share of a processor.
+"""The cost of open, silent streams in one gateway process: its memory and its share of a processor.
 
     python benchmarks/gateway_streams.py [--streams 1000] [--seconds 30]
 
-No model takes part: each request is claimed as a worker does it and gets one token, then all are silent. Exit status 1
-where the process takes more memory than --max-mib.
+No model runs: this script claims each request as a worker does, and publishes one token. Then all streams are silent.
+The exit status is 1 if the process takes more memory than --max-mib.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--max-mib", type=command_line.count, default=200, help="of the process, resident")
     args = parser.parse_args()
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # the gateway has it of this process
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # the gateway inherits the limit
     with (
         EmbeddedServer(environ={}) as server,
         tempfile.TemporaryDirectory() as folder,
@@ -58,7 +58,7 @@ def main() -> int:
 async def _measure(
     gateway: LocalGateway, redis_url: str, process: psutil.Process, streams: int, seconds: int
 ) -> tuple[float, float, int]:
-    """Processor seconds that opening all took, the share of a processor after that, and the memory in the end."""
+    """Return the processor seconds for opening all streams, the processor share after that, and the final memory."""
     used_at_first = _used(process)
     worker = asyncio.create_task(_as_a_worker(redis_url))
     started: asyncio.Queue[None] = asyncio.Queue()

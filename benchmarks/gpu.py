@@ -1,13 +1,13 @@
-"""What one GPU reaches, beside what its memory allows and beside transformers' own continuous batching.
+"""The speed of one GPU, compared with the limit of its memory and with transformers' own continuous batching.
 
     python benchmarks/gpu.py [--models llama-3.1-8b,qwen3-0.6b] [--json FILE]
 
-Shapes are those of the named models, weights are random: nothing is downloaded. Each measurement runs in a process of
-its own. One that fails says why, and the others continue. It should take ten minutes on an H200, which is not measured.
-`--device cpu --models tiny` runs every line on the CPU, to see that the script itself works.
+The shapes are those of the named models and the weights are random, so nothing is downloaded. Each measurement runs in
+its own process. If one fails, it reports why, and the others continue. A run should take about ten minutes on an H200;
+this is an estimate. `--device cpu --models tiny` runs every line on the CPU, to check the script itself.
 
-The roofline counts what must be read: all weights and all K/V of the running requests once a step, at the bandwidth
-that the first measurement finds, and the prompts' products at the rate that it finds.
+The roofline is the least possible time. Each step reads all weights and all K/V of the running requests, at the
+bandwidth that the first measurement finds. The prompts' matrix products run at the rate that it finds.
 """
 
 import argparse
@@ -74,7 +74,7 @@ SHAPES: dict[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything: the CPU checks the script with little."""
+    """Sizes of the measurements. Those of the CPU are small: it only checks the script."""
 
     batch_1_tokens: int
     num_seqs: int
@@ -140,13 +140,13 @@ def report(figures: dict[str, Any]) -> None:
 
 
 def shared_memory() -> str | None:
-    """Where 16 GB of weights are written fastest."""
+    """Return the folder in which 16 GB of weights are written fastest; None: the default one."""
     place = Path("/dev/shm")
     return str(place) if place.is_dir() and shutil.disk_usage(place).free > 24 << 30 else None
 
 
 def machine(device: str, _: str) -> dict[str, Any]:
-    """Bytes moved a second by a copy, read and written ones counted, and operations a second of a product."""
+    """Measure the bytes per second of a copy (reads plus writes), and the operations per second of a product."""
     scale = SCALES[device]
     source = torch.empty(scale.copied_bytes // 2, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -164,7 +164,7 @@ def machine(device: str, _: str) -> dict[str, Any]:
 
 
 def timed(call: Callable[[], Any], device: str, repeats: int = 20) -> float:
-    """Seconds of one call, the median of several."""
+    """Return the seconds of one call, as the median of several."""
     for _ in range(3):
         call()
     seconds = []
@@ -187,7 +187,7 @@ def make_model(device: str, argument: str) -> dict[str, Any]:
     model.save_pretrained(folder)
     read = sum(p.numel() for p in model.parameters())
     if not config.tie_word_embeddings:
-        read -= config.vocab_size * config.hidden_size  # of the embeddings only the tokens' own rows are read
+        read -= config.vocab_size * config.hidden_size  # a step reads only the embedding rows of its tokens
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {
         "weight_bytes_read_a_step": 2 * read,
@@ -197,7 +197,7 @@ def make_model(device: str, argument: str) -> dict[str, Any]:
 
 
 def attention(device: str, folder: str) -> dict[str, Any]:
-    """The kernel alone, of one layer: microseconds and, for decoding, bytes of K/V read a second."""
+    """Measure the kernel of one layer: microseconds and, for decoding, the bytes of K/V that it reads per second."""
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     from headrace_engine.runner.attention.backend import AttentionMetadata, AttentionSpec, LayerSpec
@@ -245,7 +245,7 @@ def attention(device: str, folder: str) -> dict[str, Any]:
 
 
 def in_graph(call: Callable[[], Any], launches: int = 20) -> float:
-    """Seconds of one call among several in a CUDA graph: without what launching costs."""
+    """Return the seconds of one call among several in a CUDA graph, without the cost of launches."""
     call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -255,7 +255,7 @@ def in_graph(call: Callable[[], Any], launches: int = 20) -> float:
 
 
 class Engine:
-    """A core on the GPU's runner, fed and stepped by hand, with the time of each step."""
+    """An engine core on the GPU's runner. This script adds requests and calls each step, and records its time."""
 
     def __init__(
         self, device: str, folder: str, max_num_seqs: int, max_model_len: int, *, async_scheduling: bool = False
@@ -279,10 +279,10 @@ class Engine:
         self.core = EngineCore(config, CUDARunner(config, torch.device(device)))
         self.start_seconds = time.perf_counter() - started
         self.steps: list[tuple[float, int, dict[str, float]]] = []
-        """Seconds, tokens scheduled, and phases of each step of the last run; none where steps are launched ahead."""
+        """Seconds, scheduled tokens and phases of each step of the last run; empty if steps are launched ahead."""
 
     def run(self, requests: list[tuple[list[int], int]], temperature: float) -> float:
-        """Seconds until all have their tokens."""
+        """Run the requests. Return the seconds until all have their tokens."""
         from headrace_engine.requests.request import EngineCoreRequest
         from headrace_engine.requests.sampling_params import SamplingParams
 
@@ -314,7 +314,7 @@ class Engine:
 
 
 def batch_1(device: str, folder: str) -> dict[str, Any]:
-    """One request: tokens a second once it decodes."""
+    """Measure one request alone: tokens per second while it decodes."""
     scale = SCALES[device]
     prompt = list(range(3, 3 + scale.longest))
     engine = Engine(device, folder, 1, scale.longest + scale.batch_1_tokens)
@@ -329,7 +329,7 @@ def batch_1(device: str, folder: str) -> dict[str, Any]:
 
 
 def workload(scale: Scale) -> list[tuple[list[int], int]]:
-    """nano-vllm's own benchmark, its lengths exactly; tokens fit into the smallest vocabulary."""
+    """Return the requests of nano-vllm's benchmark, with its lengths. Token ids fit into the smallest vocabulary."""
     draw = random.Random(0)
     prompts = [
         [3 + draw.randint(0, 10000) % 500 for _ in range(draw.randint(scale.shortest, scale.longest))]
@@ -339,7 +339,7 @@ def workload(scale: Scale) -> list[tuple[list[int], int]]:
 
 
 def many(device: str, folder: str) -> dict[str, Any]:
-    """Many requests at once, greedy and drawn: output tokens a second, and where a full decoding step's time goes."""
+    """Measure many requests at once, greedy and sampled: output tokens per second, and the phases of a full step."""
     scale = SCALES[device]
     requests = workload(scale)
     engine = Engine(device, folder, scale.num_seqs, 2 * scale.longest + 1)
@@ -361,7 +361,7 @@ def many(device: str, folder: str) -> dict[str, Any]:
 
 
 def ahead(device: str, folder: str) -> dict[str, Any]:
-    """As `many`, each step scheduled and launched while the one before is computed."""
+    """Measure as `many`, but schedule and launch each step while the previous step is computed."""
     scale = SCALES[device]
     requests = workload(scale)
     engine = Engine(device, folder, scale.num_seqs, 2 * scale.longest + 1, async_scheduling=True)
@@ -375,7 +375,7 @@ def ahead(device: str, folder: str) -> dict[str, Any]:
 
 
 def peer(device: str, folder: str) -> dict[str, Any]:
-    """The same requests by transformers' `generate_batch` and by the engine, all outputs of one length."""
+    """Measure the same requests with transformers' `generate_batch` and the engine. All outputs are equally long."""
     scale = SCALES[device]
     requests = [(prompt, scale.peer_tokens) for prompt, _ in workload(scale)[: scale.peer_seqs]]
     num_tokens = scale.peer_seqs * scale.peer_tokens
@@ -402,7 +402,7 @@ def peer(device: str, folder: str) -> dict[str, Any]:
 
 
 def rooflines(machine: dict[str, Any], own: dict[str, Any], scale: Scale) -> dict[str, Any]:
-    """The least time that memory and products allow, and the share of it that was reached."""
+    """Return the least times that memory and products allow, and these times as shares of the measured times."""
     model, rate = own["model"], machine["bytes_per_second"]
     length = scale.longest + scale.batch_1_tokens / 2
     step = (model["weight_bytes_read_a_step"] + length * model["kv_bytes_a_token"]) / rate
@@ -419,7 +419,7 @@ def rooflines(machine: dict[str, Any], own: dict[str, Any], scale: Scale) -> dic
 
 
 def floor_seconds(requests: list[tuple[list[int], int]], model: dict[str, Any], machine: dict[str, Any]) -> float:
-    """All prompts at once, then a step for each token while anybody still wants one."""
+    """Return the least seconds: all prompts at once, then one step per token while any request needs more."""
     operations = 2 * model["parameters_in_products"] * sum(len(prompt) for prompt, _ in requests)
     seconds = operations / machine["operations_per_second"]
     for step in range(1, max(max_tokens for _, max_tokens in requests)):

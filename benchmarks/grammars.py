@@ -1,9 +1,9 @@
-"""What structured outputs leave behind: memory, and the time of a mask, over thousands of requests of a few forms.
+"""Memory, and the time of a mask, while thousands of requests use a few forms of structured outputs.
 
     python benchmarks/grammars.py [--requests 10000] [--tokens 40]
 
-64 requests at a time walk through forms that fill automata: counted texts, long lists of choices, an enum, any object.
-Each token is drawn at random from its mask; one request of a hundred continues for 2,000 tokens. No model computes.
+64 requests run at a time, with forms that fill automata: counted texts, long lists of choices, an enum, any object.
+Each token is drawn at random from its mask. One request of a hundred continues for 2,000 tokens. No model runs.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _LONG_TOKENS = 2000
 
 
 class Walk:
-    """One request: draws tokens until its end or its length, and takes another automaton as the engine's core does."""
+    """One request. It draws tokens up to its end or its length, and renews its automaton as the engine's core does."""
 
     def __init__(self, compiler: GrammarCompiler, form: StructuredOutputsParams, num_tokens: int, end: int) -> None:
         self._compiler, self._form, self._num_tokens, self._end = compiler, form, num_tokens, end
@@ -39,7 +39,7 @@ class Walk:
         self.mask_seconds = 0.0
 
     def step(self, draw: np.random.Generator) -> bool:
-        """Draw a token; False where the output has ended."""
+        """Draw a token; return False if the output has ended."""
         started = time.perf_counter()
         try:
             mask = self._grammar.bitmasks()[0]

@@ -1,10 +1,10 @@
-"""What a step costs beside the model: the scheduler with 256 requests that decode, and the worker's chunks.
+"""The cost of a step beside the model: the scheduler with 256 decoding requests, and the worker's chunks.
 
     python benchmarks/host_path.py [--json FILE]
 
-Milliseconds by the clock for the scheduler, before the step and after it, without a model; microseconds of the
-processor a chunk for the publisher, which writes a step's chunks to a server of its own in one call, and for all that
-a worker does with a chunk, from the engine's frame on: text, record, metrics, publisher.
+For the scheduler it shows wall-clock milliseconds, before the step and after it, without a model. For the publisher it
+shows microseconds of processor time per chunk; it writes the chunks of a step to a Redis server in one call. For the
+worker it shows the same for all its work on a chunk, from the engine's frame on: text, record, metrics, publisher.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> None:
     args = parser.parse_args()
     model = str(default_model.fetch("bfloat16"))
     tokenizer = ModelTokenizer(parts_of(read_tokenizer(model, trust_remote_code=False)))
-    gc.freeze()  # of torch, which comes with the tokenizer and not into a worker's main process
+    gc.freeze()  # exempts torch's objects: the tokenizer imports torch here, but a worker's main process does not
     schedule, update = scheduler_milliseconds()
     publish = {chunks: publisher_microseconds(chunks) for chunks in _CHUNKS}
     worker = {chunks: worker_microseconds(tokenizer, chunks) for chunks in _CHUNKS}
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def scheduler_milliseconds() -> tuple[list[float], list[float]]:
-    """Of each step in which all requests decode: before the model computes, and after."""
+    """Return the milliseconds before and after the model, for each step in which all requests decode."""
     blocks = _REQUESTS * _MAX_MODEL_LEN // _BLOCK_SIZE + 1
     config = SchedulerConfig(max_num_seqs=_REQUESTS, max_num_batched_tokens=_REQUESTS * _PROMPT_TOKENS)
     scheduler = Scheduler(config, KVCacheManager(blocks, _BLOCK_SIZE), RunnerCapabilities(), _MAX_MODEL_LEN)
@@ -114,7 +114,7 @@ def _request(number: int) -> Request:
 
 
 def publisher_microseconds(chunks: int) -> list[float]:
-    """Of this thread, one figure a step: from a chunk's data to Redis's answer."""
+    """Return microseconds of this thread per chunk, one figure per step: from a chunk's data to Redis's answer."""
     with EmbeddedServer() as server, connect(server.url) as client:
         writer = StreamWriter(client, ttl_seconds=60)
         request_ids = [f"{number:032x}" for number in range(chunks)]
@@ -139,7 +139,7 @@ def _chunks(request_ids: Sequence[str], attempts: Sequence[int], step: int) -> l
 
 
 def worker_microseconds(tokenizer: ModelTokenizer, chunks: int) -> list[float]:
-    """As `publisher_microseconds`, from the frame that the engine sends."""
+    """Return the same as `publisher_microseconds`, but measured from the frame that the engine sends."""
     with EmbeddedServer() as server, connect(server.url) as client:
         metrics, tracing = Metrics(model="host-path", queue="host-path"), RequestTracing(None, "host-path")
         writer = StreamWriter(client, ttl_seconds=60)

@@ -1,9 +1,9 @@
-"""Time to first token and between tokens: requests that arrive one by one, and one alone.
+"""Time to first token and between tokens: for requests that arrive one by one, and for one request alone.
 
     python benchmarks/latency.py [--dtype float32] [--rate 2.6] [--runs 3] [--vllm PYTHON] [--json FILE]
 
-Arrivals are Poisson at `--rate` requests a second, the same at every run; the engine without a queue and the engine
-behind it alternate, and vLLM where it is asked for.
+Arrivals are a Poisson process with `--rate` requests per second, the same in every run. The engine without a queue, the
+engine behind the queue and, with `--vllm`, vLLM take turns.
 """
 
 import argparse

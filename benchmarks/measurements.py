@@ -1,6 +1,7 @@
-"""What is measured, each in a process of its own: `python measurements.py NAME --model FOLDER --dtype DTYPE`.
+"""The measurements, each in its own process: `python measurements.py NAME --model FOLDER --dtype DTYPE`.
 
-The last line of output is the figures as JSON. `runs.py` starts these; `throughput.py` and `latency.py` are for people.
+The last line of output has the figures as JSON. `runs.py` starts these processes. People run `throughput.py` and
+`latency.py` instead.
 """
 
 import argparse
@@ -27,7 +28,7 @@ _SINGLE = BenchmarkRequest([1, 2, 3, 4] * 8, 128)
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a measurement runs on."""
+    """The model, the workload and the engine's options of a measurement."""
 
     model: str
     dtype: str
@@ -51,7 +52,7 @@ class Setup:
 
 
 def offline(setup: Setup) -> dict[str, Any]:
-    """`LLM.generate` on all requests at once."""
+    """Measure `LLM.generate` on all requests at once."""
     begun = time.perf_counter()
     llm = _loaded(setup)
     ready = time.perf_counter()
@@ -59,7 +60,7 @@ def offline(setup: Setup) -> dict[str, Any]:
 
 
 def turns(setup: Setup) -> dict[str, Any]:
-    """`offline` on each workload that standard input names, a line each, on a model that stays loaded."""
+    """Measure as `offline`, for each workload that a line of standard input names. The model stays loaded."""
     llm = _loaded(replace(setup, enable_prefix_caching=False))
     for line in sys.stdin:
         print(json.dumps(_generate(llm, replace(setup, workload=line.strip()))), flush=True)
@@ -88,29 +89,29 @@ def _generate(llm: Any, setup: Setup) -> dict[str, Any]:
 
 
 def queue(setup: Setup) -> dict[str, Any]:
-    """The same requests through Redis and a Celery worker, every stream read to its end by this process."""
+    """Measure the same requests through Redis and a Celery worker. This process reads every stream to its end."""
     return asyncio.run(_on_a_service(setup, setup.requests(), delays=None))
 
 
 def queue_poisson(setup: Setup) -> dict[str, Any]:
-    """Through the queue, arriving one by one."""
+    """Measure requests through the queue that arrive one by one."""
     requests = setup.requests()
     return asyncio.run(_on_a_service(setup, requests, workload.arrivals(len(requests), setup.rate)))
 
 
 def engine_poisson(setup: Setup) -> dict[str, Any]:
-    """`AsyncLLMEngine` without a queue, requests arriving one by one."""
+    """Measure requests that arrive one by one at an `AsyncLLMEngine`, without a queue."""
     requests = setup.requests()
     return asyncio.run(_on_an_engine(setup, requests, workload.arrivals(len(requests), setup.rate)))
 
 
 def single(setup: Setup) -> dict[str, Any]:
-    """One request alone."""
+    """Measure one request alone."""
     return asyncio.run(_on_an_engine(setup, [_SINGLE], [0.0]))
 
 
 def phases(setup: Setup) -> dict[str, Any]:
-    """Where the time of the engine's steps goes, milliseconds a step on average."""
+    """Measure the phases of the engine's steps, in milliseconds per step on average."""
     from headrace_engine import LLM, SamplingParams
     from headrace_engine.core.engine_core import EngineCore
 
@@ -142,7 +143,7 @@ def phases(setup: Setup) -> dict[str, Any]:
 
 
 def transformers(setup: Setup) -> dict[str, Any]:
-    """`generate` of transformers, one request after the other; the first few requests only, as it takes minutes."""
+    """Measure transformers' `generate`, one request after the other. Only the first few: each takes long."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -180,7 +181,7 @@ async def _on_a_service(
 
 @asynccontextmanager
 async def running_engine(setup: Setup) -> AsyncIterator[Any]:
-    """An `AsyncLLMEngine` that has served a request already."""
+    """Run an `AsyncLLMEngine` that has already served a request."""
     from headrace_engine import AsyncEngineArgs, AsyncLLMEngine
 
     engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model=setup.model, **setup.engine_options))
@@ -194,7 +195,7 @@ async def running_engine(setup: Setup) -> AsyncIterator[Any]:
 async def through_engine(
     engine: Any, requests: Sequence[BenchmarkRequest], delays: Sequence[float]
 ) -> list[StreamTiming]:
-    """Each request at its time, every stream read to its end by this process."""
+    """Send each request at its time, and read every stream to its end."""
     from headrace_engine import RequestOutputKind, SamplingParams
 
     async def one(request: BenchmarkRequest, delay: float) -> StreamTiming:
@@ -211,7 +212,10 @@ async def through_engine(
 async def through_queue(
     client: Any, requests: Sequence[BenchmarkRequest], delays: Sequence[float] | None = None
 ) -> tuple[list[StreamTiming], list[list[int]]]:
-    """All at once without `delays`, read over one connection; else each at its time. Returns the token ids, too."""
+    """Send all requests at once and read them over one connection; with `delays`, send each at its time.
+
+    Returns the timing and the token ids of each request.
+    """
     from headrace_broker import ChunkEvent, StreamExpiredError
 
     started = time.perf_counter()
@@ -250,7 +254,7 @@ async def through_queue(
 
 @asynccontextmanager
 async def running_service(setup: Setup, **more: object) -> AsyncIterator[Any]:
-    """A server, a worker that has served a request already, and a client. `more` are settings of the worker."""
+    """Run a server, a worker that has already served a request, and a client. `more` are settings of the worker."""
     from headrace_broker import AsyncClient
     from headrace_broker.server.embedded import EmbeddedServer
     from headrace_cli.local.process import LocalWorker

@@ -1,9 +1,9 @@
-"""What the metrics of one engine step cost the worker, in microseconds of the processor.
+"""The cost of the metrics of one engine step for the worker, in microseconds of processor time.
 
     .venv/bin/python benchmarks/metrics_cost.py
 
-The worker's process pays it while the engine's process computes the next step. A step of which it is 1% lasts a hundred
-times as long; the last column says how long that is.
+The worker's process spends this time while the engine's process computes the next step. The last column shows the
+duration of a step of which this time is 1%.
 """
 
 import sys
@@ -26,7 +26,7 @@ REPEATS = 30
 
 
 def best(work: Callable[[], object], times: int) -> float:
-    """Seconds of this thread for one call, in the best of several rounds."""
+    """Return the seconds of this thread for one call, in the fastest of several rounds."""
     rounds = []
     for _ in range(REPEATS):
         started = time.thread_time()

@@ -2,7 +2,7 @@
 
 `make comply` installs the suite (MIT) into .venv-comply and runs this with its command. The tables are in
 docs/gateway.md and docs/responses.md.
-The exit status is 1 where a test fails for a reason that is not listed here, or a listed one passes.
+The exit status is 1 if a test fails for a reason that is not listed here, or if a listed test passes.
 """
 
 import json
@@ -19,7 +19,7 @@ from headrace_broker.server.embedded import EmbeddedServer
 from headrace_cli.local.process import LocalGateway, LocalWorker
 from headrace_engine.checkpoints import default_model
 
-# llm-comply skips its tests of reasoning where the model's name holds no name of a reasoning model
+# llm-comply skips its tests of reasoning unless the model's name contains the name of a reasoning model
 SERVED_NAME: Final = f"{default_model.NAME}-as-o1-and-claude-4"
 REFUSED: Final = "HTTP 400 (expected [200])"
 REASONING: Final = (
@@ -27,8 +27,8 @@ REASONING: Final = (
     "`reasoning_effort`, which the default model's template does not read"
 )
 OPTIONS: Final = {"anthropic": ("--auth-header", "x-api-key", "--no-bearer")}
-"""By format: what else the suite is called with."""
-# By format and test: the first error that it is to report, and why.
+"""By format: further options for the suite."""
+# By format and test: the first error that the test must report, and why.
 EXPLAINED: Final[dict[str, dict[str, tuple[str, str]]]] = {
     "openai-chat": {
         "chat-image-input": (REFUSED, "only text is supported, so the image is refused"),
@@ -75,9 +75,9 @@ def show(form: str, results: list[dict[str, Any]]) -> int:
 
 @contextmanager
 def running_gateway() -> Iterator[LocalGateway]:
-    """A gateway before a worker of the default model, at temperature 0 and with a short context.
+    """Run a gateway and a worker of the default model, at temperature 0 and with a short context.
 
-    The suite sets neither a temperature nor `max_tokens`: sampled, a small model at times writes without end.
+    The suite sets neither a temperature nor `max_tokens`. A small model that is sampled sometimes writes without end.
     """
     model = str(default_model.fetch())
     with (
@@ -99,7 +99,7 @@ def running_gateway() -> Iterator[LocalGateway]:
 
 
 def results_of(command: str, url: str, form: str) -> list[dict[str, Any]]:
-    """Run all tests of a format. Raises RuntimeError where the suite gave no results."""
+    """Run all tests of a format. Raises RuntimeError if the suite gave no results."""
     options = ["--format", form, *OPTIONS.get(form, ()), "--json", "--timeout", str(REQUEST_SECONDS)]
     # the gateway has no key file, so any key will do
     target = ["--base-url", f"{url}/v1", "--api-key", "none", "--model", SERVED_NAME]

@@ -1,4 +1,4 @@
-"""A bar for each figure, as an SVG file."""
+"""Draws one bar per figure as an SVG file."""
 
 from collections.abc import Mapping
 from html import escape
@@ -9,8 +9,8 @@ _BAR, _GAP, _LABELS, _WIDTH = 24, 10, 280, 420
 
 def bars(path: str, title: str, values: Mapping[str, float]) -> None:
     """Args:
-    path: of the file to write.
-    values: by label; none is negative.
+    path: the file to write.
+    values: lengths of the bars by label; none is negative.
     """
     most = max(values.values(), default=0.0) or 1.0
     height = 44 + len(values) * (_BAR + _GAP)

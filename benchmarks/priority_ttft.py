@@ -1,12 +1,12 @@
-"""What preemption does for interactive requests beside a batch, and what it costs the batch.
+"""The effect of preemption on interactive requests beside a batch, and its cost for the batch.
 
     python benchmarks/priority_ttft.py [--slots 16] [--turns 5] [--requests 20] [--rate 0.5] [--json FILE]
 
-Two workers are loaded side by side, one of which preempts, and take turns, as the speed of a machine drifts. In each
-turn the same interactive requests (priority 0, 32 tokens) arrive one by one: alone, beside a batch (priority 9, 150 to
-400 tokens, more requests than slots at all times) on the worker that does not preempt, and beside the same batch on
-the one that does. A window ends with the last interactive token; what the batch got in it is its throughput, and the
-rest of the batch is cancelled.
+Two workers are loaded side by side. One of them preempts. They take turns, because the speed of a machine drifts. Each
+turn has three windows, in which the same interactive requests (priority 0, 32 tokens) arrive one by one: alone, beside
+a batch on the worker that does not preempt, and beside the same batch on the worker that preempts. The batch has
+priority 9, 150 to 400 tokens, and always more requests than slots. A window ends with the last interactive token. The
+batch's tokens in the window are its throughput, and the rest of the batch is cancelled.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from measurements import Setup, running_service, through_queue
 from workload import BenchmarkRequest
 
 _BATCHES = 8
-"""Of 32 requests: more than a window can take."""
+"""Copies of a workload of 32 requests: more than fit in a window."""
 _ALONE, _WITHOUT, _WITH = "alone", "beside a batch, without preemption", "beside a batch, with preemption"
 
 
@@ -44,7 +44,7 @@ class Batch:
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, slots: int) -> None:
-        """Send it and follow it; cancelled, take back what has not ended."""
+        """Send the batch and follow it. If this task is cancelled, cancel the requests that have not ended."""
         request_ids = await self.client.submit_many(
             {
                 "prompt_token_ids": request.prompt_token_ids,
@@ -129,7 +129,7 @@ def _arrivals(args: argparse.Namespace) -> list[float]:
 
 
 def _interactive(turn: int, count: int) -> list[BenchmarkRequest]:
-    """Prompts of some dozens of tokens, others in each turn, so that no prefix cache has them."""
+    """Return prompts of some dozens of tokens. They differ in each turn, so that no prefix cache has them."""
     prompts = workload.load("long-outputs")
     return [
         BenchmarkRequest([1000 + turn, *prompts[number % len(prompts)].prompt_token_ids], 32) for number in range(count)
@@ -141,7 +141,7 @@ def _tokens(timings: list[StreamTiming]) -> int:
 
 
 async def _until_idle(client: AsyncClient, model: str) -> None:
-    """Until the queue is empty: a cancelled request that waits leaves it when a worker takes it."""
+    """Wait until the queue is empty. A cancelled request that waits leaves the queue when a worker takes it."""
     while any(each.num_ready or each.leased for each in (await client.queue_levels([model])).values()):
         await asyncio.sleep(0.1)
 

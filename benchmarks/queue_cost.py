@@ -1,14 +1,15 @@
-"""What the queue costs: requests through Celery and Redis against the same engine without them.
+"""The cost of the queue: requests through Celery and Redis, compared with the same engine without them.
 
     python benchmarks/queue_cost.py [--dtype float32] [--turns 5] [--json FILE]
 
-An `AsyncLLMEngine` and a worker are loaded side by side and take turns, as the speed of a machine drifts: first with
-the whole mixed workload at once, then with short requests one by one, whose time to the first token is compared. Both
-stream every token to this process. Prefix caching is off, as every turn has the same prompts.
+An `AsyncLLMEngine` and a worker are loaded side by side and take turns, because the speed of a machine drifts. Each
+turn has the whole mixed workload at once. After the turns, short requests are sent one by one, and their times to the
+first token are compared. Both stream every token to this process. Prefix caching is off, because every turn has the
+same prompts.
 
-A machine drifts by more than the queue costs. So the mean of the pairs has its standard error beside it, and the
-processor time of this process, Redis and the worker is counted, too. The processes in which the engines compute are
-left out, as their threads spin while they wait.
+A machine drifts by more than the cost of the queue. So the mean of the pairs is shown with its standard error, and the
+processor time of this process, Redis and the worker is counted too. The processes in which the engines compute are
+left out, because their threads spin while they wait.
 """
 
 import argparse
@@ -58,7 +59,7 @@ async def _measure(setup: Setup, turns: int) -> dict[str, Any]:
         }
         beside, cores = _beside_the_engines(), len(os.sched_getaffinity(0))
         with Console(stderr=True).status("") as status:
-            for turn in range(turns + 1):  # the first one takes memory and is not counted
+            for turn in range(turns + 1):  # the first turn allocates memory and is not counted
                 for name in sorted(sides, reverse=turn % 2 == 1):  # each goes first in turn
                     status.update(f"{name}, turn {turn} of {turns}")
                     used_before, started = runs.processor_seconds(beside), time.perf_counter()
@@ -78,7 +79,7 @@ async def _measure(setup: Setup, turns: int) -> dict[str, Any]:
 
 
 def _beside_the_engines() -> list[psutil.Process]:
-    """This process, the server and the worker, without the processes in which the two engines compute."""
+    """Return this process, the server and the worker, without the processes in which the two engines compute."""
     children = psutil.Process().children()
     return [psutil.Process(), *(child for child in children if "headrace_engine.core.child" not in child.cmdline())]
 
@@ -90,7 +91,7 @@ def report(figures: dict[str, Any], title: str) -> None:
 
     def row(what: str, kind: str, digits: int, difference: str) -> None:
         alone, queued = figures[kind]["engine"], figures[kind]["queue"]
-        # of the pairs, measured one after the other: the medians of all drift with the machine
+        # compare the pairs, measured one after the other: medians over all turns drift with the machine
         ratios = [queue / engine for engine, queue in zip(alone, queued, strict=True)]
         added = statistics.median(queue - engine for engine, queue in zip(alone, queued, strict=True))
         medians = [f"{statistics.median(each):.{digits}f}" for each in (alone, queued)]

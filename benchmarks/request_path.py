@@ -1,10 +1,10 @@
-"""Which of our files one request visits: a plain Celery request, and a chat over HTTP.
+"""Which source files of Headrace one request visits: a stock Celery request, and a chat over HTTP.
 
     python benchmarks/request_path.py [--json FILE]
 
-Starts a server, a worker and a gateway, and sends one request of each kind, of eight tokens, after some to warm up.
-Prints for each process the files of ours that ran, and how often each was entered from another one. A file is entered
-by a call, or when a coroutine or generator resumes. The periodic work of the processes meanwhile is counted, too.
+Starts a Redis server, a worker and a gateway, sends some requests to warm up, and then one request of eight tokens of
+each kind. Prints for each process the files of Headrace that ran, and how often each was entered from another file. A
+file is entered by a call, or when a coroutine or generator resumes. Periodic work during the request is counted too.
 """
 
 import argparse
@@ -86,7 +86,7 @@ sys.setprofile(called)
 
 
 class Tracer:
-    """Counts, in the processes that are started with its environment, the entries of our files."""
+    """Counts how often files of Headrace are entered, in all processes that are started with this environment."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -107,7 +107,7 @@ class Tracer:
         request()
         time.sleep(0.3)  # the acknowledgement follows the result
         self._phase[0] += 1
-        time.sleep(1.0)  # each process writes what it has counted
+        time.sleep(1.0)  # each process writes its counts
         found: dict[str, dict[str, int]] = {}
         for path in self._folder.glob(f"{self._phase[0]}-*[0-9]"):
             argv, entered = json.loads(path.read_text())

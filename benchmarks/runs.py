@@ -1,7 +1,7 @@
-"""One measurement, one process: starting it, and what the machine did meanwhile.
+"""Runs each measurement in its own process, and records the load of the machine meanwhile.
 
-A measurement prints its figures as JSON on its last line. Beside them come the peak memory of its whole process tree
-and how many cores everybody else used: a run that shared its machine says so.
+A measurement prints its figures as JSON on its last line. `run` adds the peak memory of its whole process tree, and the
+number of cores that other processes used, which shows whether a run shared its machine.
 """
 
 import json
@@ -22,7 +22,7 @@ _END_SECONDS = 30.0
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Raises CalledProcessError where the measurement fails; its error output has been seen."""
+    """Run a measurement; return its figures. Raises CalledProcessError if it fails. Its stderr is not captured."""
     busy, own_before = busy_seconds(), _own_seconds()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **(env or {})})
     watch = _MemoryWatch(process.pid)
@@ -36,16 +36,15 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> dict[st
 
 
 class Loaded:
-    """A measurement that continues until its input ends: it prints one line of figures for each line that it reads.
+    """A measurement that runs until its input ends. It prints one line of figures for each line that it reads.
 
-    Between two lines its processes are stopped, so that others that are loaded have the machine for themselves: some
-    engines look for work all the time. None of them outlives the block that it is used in, unless this process is
-    killed.
+    Between two lines its processes are stopped, so that other loaded measurements have the machine for themselves: some
+    engines look for work all the time. No process outlives the `with` block, unless this process is killed.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         self._command = command
-        # In a group of its own, which ends with the first of its processes, even where that was killed.
+        # A process group of its own. `_end_group` kills the group when its first process ends, even if that was killed.
         options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         options |= {"start_new_session": True, "env": {**os.environ, **(env or {})}}
         self._process = subprocess.Popen(command, **options)
@@ -67,38 +66,38 @@ class Loaded:
             self._memory.stop()
 
     def ask(self, line: str) -> dict[str, Any]:
-        """Raises CalledProcessError where the measurement ends instead; its error output has been seen."""
+        """Send a line; return the figures. Raises CalledProcessError if the measurement ends instead."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._signal(signal.SIGCONT)
-        with suppress(BrokenPipeError):  # it has ended, and so has its output
+        with suppress(BrokenPipeError):  # the process has ended, so its output ends too
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
         for answer in self._process.stdout:
-            if answer.startswith('{"seconds"'):  # not what a library has to say
+            if answer.startswith('{"seconds"'):  # skip the output of libraries
                 figures: dict[str, Any] = json.loads(answer)
                 self._signal(signal.SIGSTOP)
                 return figures
         raise subprocess.CalledProcessError(self._process.wait(), self._command)
 
     def _end_group(self) -> None:
-        """A child that outlives the first process would keep the output open, and `ask` waiting."""
+        """Kill the group after its first process has ended. A child would keep the output open and block `ask`."""
         self._process.wait()
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        """To all its processes, as far as there are any."""
+        """Send a signal to all processes of the group, if there are any."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
     @property
     def peak_rss_mib(self) -> float:
-        """Of the whole process tree until now; memory that processes share counts in each."""
+        """Peak memory of the whole process tree until now. Shared memory counts in each process."""
         return self._memory.peak_mib
 
 
 def busy_seconds() -> float:
-    """Processor time that everybody used since the machine started."""
+    """Return the processor seconds that all processes have used since the machine started."""
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0))
 
@@ -108,7 +107,7 @@ def median(runs: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def each(runs: Sequence[Mapping[str, Any]], name: str, scale: float = 1.0) -> str:
-    """All runs' figures, for the table."""
+    """Return the figures of all runs as text, for the table."""
     return " ".join(f"{scale * run[name]:.0f}" for run in runs)
 
 
@@ -117,7 +116,7 @@ def save(path: str, **content: Any) -> None:
 
 
 class _MemoryWatch(threading.Thread):
-    """Samples the memory of a process and all below it."""
+    """Samples the memory of a process and of all its descendants."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -134,12 +133,12 @@ class _MemoryWatch(threading.Thread):
             try:
                 for process in [self._root, *self._root.children(recursive=True)]:
                     total += process.memory_info().rss
-            except psutil.Error:  # somebody ended meanwhile
+            except psutil.Error:  # a process ended meanwhile
                 continue
             self._peak = max(self._peak, total)
 
     def stop(self) -> float:
-        """Peak of all samples, MiB; memory that processes share counts in each."""
+        """Stop. Return the peak of all samples in MiB. Shared memory counts in each process."""
         self._over.set()
         self.join()
         self.seconds = max(self.seconds, _SAMPLE_SECONDS)
@@ -151,7 +150,7 @@ class _MemoryWatch(threading.Thread):
 
 
 def processor_seconds(processes: Sequence[psutil.Process]) -> float:
-    """User and system time so far, without that of their children."""
+    """Return the user and system seconds of these processes so far, without those of their children."""
     return sum(used.user + used.system for used in (process.cpu_times() for process in processes))
 
 

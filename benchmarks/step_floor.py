@@ -1,11 +1,11 @@
-"""Decode steps against what their matrix products alone would take: how much of a step is the engine's own.
+"""Decode steps compared with their matrix products alone: how much time of a step the rest of the engine takes.
 
     python benchmarks/step_floor.py [--dtype float32] [--rows 1 64] [--context 256] [--kv-cache-dtype bfloat16]
 
-For each number of requests: the median time of a decode step of the engine, and of its packed linear layers called one
-after the other on as many rows, a step and its products in turns; and of the same layers as oneDNN computes them from
-weights packed for it, which does not change when the engine's own kernels become faster. The ratios do not depend much
-on the machine; `--limit` makes the one to its own products the exit status.
+For each number of requests it shows three median times: of a decode step of the engine; of the engine's packed linear
+layers, called one after the other on as many rows; and of the same layers in oneDNN, with weights packed for oneDNN.
+Steps and products take turns. oneDNN's time does not change when the engine's own kernels become faster. The ratios
+depend little on the machine. With `--limit`, the ratio of a step to its own products decides the exit status.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from headrace_engine.runner.linear.native_linear import NativeGatedLinear, Nativ
 from headrace_engine.runner.linear.packed_linear import PackedLinear
 
 _STEPS = 40
-_TOKENS_A_STEP = 8192  # prompts are computed in few steps, behind which all requests decode together
+_TOKENS_A_STEP = 8192  # prompts are computed in few steps, after which all requests decode together
 
 
 def main() -> int:
@@ -56,11 +56,11 @@ def main() -> int:
 
 
 def measure(llm: LLM, rows: int, context: int) -> tuple[float, float, float]:
-    """Median seconds of a step in which `rows` requests each get one token, of its products, and of oneDNN's.
+    """Return the median seconds of a step in which `rows` requests get one token each, of its products and of oneDNN's.
 
-    The last is 0 where oneDNN does not compute this type here.
+    The last is 0 if oneDNN does not compute this type here.
 
-    They take turns, so that a machine whose speed changes from minute to minute changes it for all.
+    They take turns, so that a change of the machine's speed affects all three.
     """
     steps: list[float] = []
     products: list[float] = []
@@ -101,13 +101,13 @@ def _against(floor: float, step: float) -> tuple[str, str]:
 
 
 def _packed_layers() -> list[Any]:
-    """All packed linear layers of this process, biases included."""
+    """Return all packed linear layers of this process, with their biases."""
     kinds = (PackedLinear, NativeLinear, NativeGatedLinear, Int8Linear)
     return [found for found in gc.get_objects() if type(found) in kinds]
 
 
 def _packed_by_onednn(layers: Sequence[Any], dtype: torch.dtype) -> list[PackedLinear]:
-    """Layers of the same sizes; none where oneDNN does not compute this type here."""
+    """Return layers of the same sizes; none if oneDNN does not compute this type here."""
     if not packed_linear.supports(dtype):
         return []
     return [PackedLinear(torch.randn(layer.out_features, layer.in_features).to(dtype), None) for layer in layers]

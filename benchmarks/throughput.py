@@ -1,10 +1,10 @@
-"""Output tokens a second: the engine alone, the same engine behind the queue, and others on the same requests.
+"""Output tokens per second: the engine alone, the same engine behind the queue, and other engines.
 
     python benchmarks/throughput.py [--dtype float32] [--workload long-prompts] [--runs 3] [--vllm PYTHON] [--json FILE]
 
-Each measurement runs in a process of its own, and they alternate, so that a machine whose speed drifts favours none. No
-figure is a test: nothing fails because a machine is slow. The answers are compared, though: in float32 they must be the
-known ones.
+All get the same requests. Each measurement runs in its own process, and they take turns, so that a machine whose speed
+drifts favours none. No figure is a test: nothing fails because a machine is slow. But the answers are compared: in
+float32 they must equal the known ones.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Parse the recorded outputs of canitoolcall, cut in several ways, and print what its checks say.
+"""Parse the recorded outputs of canitoolcall, cut in several ways, and print the results of its checks.
 
 `make tool-oracle` installs the package (Apache-2.0) and runs this. The table is in docs/tool-calls.md. The exit status
-is 1 where an output fails for a reason that is not listed here.
+is 1 if an output fails for a reason that is not listed here.
 """
 
 import sys
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def outcome_of(fixture: Fixture, family: Family) -> tuple[str, str]:
-    """Return passed, failed or none (no parser), and what failed first."""
+    """Return passed, failed or none (no parser), and the first failed check."""
     model = family.reference_for(fixture.reference_model)
     if model is None or model.variant not in PARSERS:
         return "none", ""

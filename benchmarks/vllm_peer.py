@@ -1,4 +1,4 @@
-"""vLLM on the same requests. Runs with the Python of an environment that holds vLLM, not with ours:
+"""vLLM on the same requests. Runs with the Python of an environment that has vLLM, not with that of Headrace:
 
 PATH_TO_VLLM/bin/python benchmarks/vllm_peer.py offline|turns|poisson|single --model FOLDER --dtype float32
 """
@@ -28,7 +28,7 @@ def offline(options: dict[str, Any], requests: list[workload.BenchmarkRequest], 
 
 
 def turns(options: dict[str, Any]) -> dict[str, Any]:
-    """As `turns` of `measurements.py`."""
+    """Measure as `turns` of `measurements.py` does."""
     llm = LLM(**options, enable_prefix_caching=False)
     for line in sys.stdin:
         print(json.dumps(generate(llm, workload.load(line.strip()))), flush=True)

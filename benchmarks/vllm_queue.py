@@ -1,15 +1,15 @@
-"""What the queue costs in front of vLLM: a worker with `--engine vllm` beside plain `vllm.LLM.generate`.
+"""The cost of the queue in front of vLLM: a worker with `--engine vllm`, compared with `vllm.LLM.generate` alone.
 
     python benchmarks/vllm_queue.py --vllm PYTHON [--dtype float32] [--turns 8] [--eager] [--json FILE]
 
-Both sides are one vLLM with the same weights, options and environment, stay loaded and take turns with the 64 mixed
+Both sides run vLLM with the same weights, options and environment. They stay loaded, and take turns with the 64 mixed
 requests, all at once: no prefix caching, 64 sequences, steps of 2,048 tokens, all cores, the same KV memory, allocator
-and OpenMP library. `LLM.generate` returns whole texts; through Redis and the worker every token is streamed to this
-process. Plain vLLM is stopped while it has no turn, as it looks for work then. A worker's engine waits for its pipe:
-what the service used of the machine meanwhile is shown.
+and OpenMP library. `LLM.generate` returns whole texts. Through Redis and the worker, every token is streamed to this
+process. The vLLM without a queue is stopped while it has no turn, because it would look for work. The worker's engine
+waits for its pipe instead; the processor time that the service uses meanwhile is shown.
 
-The mean of the pairs has its standard error beside it. Exit status 1 where tokens through the queue are not the
-reference's in float32.
+The mean of the pairs is shown with its standard error. The exit status is 1 if tokens through the queue differ from the
+reference in float32.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     args = parser.parse_args()
     args.model = args.model or str(default_model.fetch(args.dtype))
-    for number in (signal.SIGTERM, signal.SIGHUP):  # an engine that is stopped would stay
+    for number in (signal.SIGTERM, signal.SIGHUP):  # else a stopped engine would stay alive
         signal.signal(number, lambda *_: sys.exit(1))
     measured = asyncio.run(_measure(args))
     report(measured, f"{args.dtype}, {'eager' if args.eager else 'compiled'}, {os.cpu_count()} cores")
@@ -76,7 +76,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
                 "LLM.generate": lambda: _plainly(plain),
                 "queue": lambda: _through_queue(client, setup.requests()),
             }
-            for turn in range(args.turns + 1):  # the first one takes memory and is not counted
+            for turn in range(args.turns + 1):  # the first turn allocates memory and is not counted
                 for side in sorted(SIDES, reverse=turn % 2 == 1):  # each goes first in turn
                     status.update(f"{side}, turn {turn} of {args.turns}")
                     before = _Used(service)
@@ -88,7 +88,7 @@ async def _measure(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 async def _plainly(plain: runs.Loaded) -> dict[str, Any]:
-    return plain.ask("mixed")  # nothing else is to run meanwhile
+    return plain.ask("mixed")  # blocks: nothing else must run meanwhile
 
 
 async def _through_queue(client: Any, requests: Sequence[BenchmarkRequest]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ async def _through_queue(client: Any, requests: Sequence[BenchmarkRequest]) -> d
 
 
 class _Used:
-    """Processor time until now: of the server, the worker and its engine, of this process, and of everybody."""
+    """Processor time until now: of the server, the worker and its engine; of this process; of the whole machine."""
 
     def __init__(self, service: Sequence[psutil.Process]) -> None:
         engines = [child for process in service for child in process.children(recursive=True)]

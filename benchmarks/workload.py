@@ -1,7 +1,8 @@
-"""The benchmarks' requests: prompts from licence texts and Python's documentation, lengths forced, greedy.
+"""The benchmarks' requests: prompts from licence texts and Python's documentation, forced lengths, greedy sampling.
 
-`workload.jsonl` holds 64 of them with SmolLM2's token ids and log-normal lengths, `expected_fp32.json` their output ids
-in float32, on which transformers and two other engines agree. The other workloads are cut and joined from their tokens.
+`workload.jsonl` has 64 of them with SmolLM2's token ids and log-normal lengths. `expected_fp32.json` has their output
+ids in float32, on which transformers and two other engines agree. The other workloads are cut and joined from the
+tokens of these prompts.
 """
 
 import json
@@ -24,7 +25,7 @@ class BenchmarkRequest:
 
 
 def load(name: str = "mixed") -> list[BenchmarkRequest]:
-    """The workload of this name, one of `NAMES`; the same at every call."""
+    """Return the workload of this name, one of `NAMES`. It is the same at every call."""
     mixed = [
         BenchmarkRequest(row["prompt_token_ids"], row["max_tokens"])
         for row in map(json.loads, (_FOLDER / "workload.jsonl").read_text().splitlines())
@@ -67,7 +68,7 @@ NAMES = ("mixed", *_JOINED)
 
 
 def arrivals(count: int, rate: float) -> list[float]:
-    """When each request comes, seconds from the start: Poisson arrivals, the same at every call."""
+    """Return the arrival of each request in seconds from the start: a Poisson process, the same at every call."""
     draw, now, times = random.Random(7), 0.0, []
     for _ in range(count):
         times.append(now)
@@ -76,6 +77,6 @@ def arrivals(count: int, rate: float) -> list[float]:
 
 
 def expected_fp32() -> list[list[int]]:
-    """Of the mixed workload."""
+    """Return the expected output ids of the mixed workload."""
     expected: list[list[int]] = json.loads((_FOLDER / "expected_fp32.json").read_text())
     return expected

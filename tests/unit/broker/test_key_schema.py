@@ -145,7 +145,7 @@ def test_every_call_passes_the_keys_that_its_script_declares() -> None:
 
 
 def test_scripts_called_with_the_same_keys_declare_the_same_keys() -> None:
-    names = ("ADD", "TAKE", "RENEW", "PUT_BACK_ALL", "RELEASE")
+    names = ("ADD", "TAKE", "RENEW", "RELEASE_ALL", "RELEASE")
     assert len({getattr(claims, f"_{name}").names for name in names}) == 1
 
 

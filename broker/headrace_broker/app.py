@@ -31,8 +31,8 @@ _DEFAULT_QUEUE: Final = f"{QUEUE_PREFIX}default"
 def make_app(settings: BrokerSettings, *, worker: bool = False, models: Iterable[str] = ()) -> Celery:
     """Make a Celery application for the queue.
 
-    A worker names the `models` whose queues it consumes, and takes messages through the lease transport. A producer's
-    connections time out after a few seconds when the server is dead.
+    A worker takes messages from the queues of `models`, through the lease transport. A producer's connections time out
+    after a few seconds when the server is dead.
     """
     server = settings.server
     broker, backend = _celery_urls(server, worker=worker)
@@ -97,7 +97,7 @@ _WORKER_CONFIG: Final[dict[str, Any]] = {
     "worker_send_task_events": True,
     "worker_hijack_root_logger": False,
     "worker_cancel_long_running_tasks_on_connection_loss": False,
-    # a soft shutdown sleeps in the signal handler, on the thread that renews leases
+    # 0, because a soft shutdown sleeps in the signal handler, on the thread that renews leases
     "worker_soft_shutdown_timeout": 0,
     # a worker outlives any outage of its Redis
     "broker_connection_retry_on_startup": True,

@@ -28,7 +28,7 @@ def check_timeout(timeout: object) -> None:
 
 
 def check_last_id(last_id: object) -> str:
-    """Return the id of the entry to read after; None means the beginning. Raises InvalidRequestError."""
+    """Return the entry id after which to read a stream; None means the beginning. Raises InvalidRequestError."""
     if last_id is None:
         return BEGINNING
     parts = _ENTRY_ID.fullmatch(last_id) if isinstance(last_id, str) else None
@@ -41,7 +41,7 @@ def check_last_id(last_id: object) -> str:
 
 
 def check_last_ids(request_ids: object) -> dict[str, str]:
-    """Return the entry id to read after for each stream, by request id. Raises InvalidRequestError."""
+    """Return, by request id, the entry id after which to read each stream. Raises InvalidRequestError."""
     if isinstance(request_ids, bytes) or not isinstance(request_ids, Iterable):
         raise InvalidRequestError(f"request_ids must be a list or a map of request ids, got {shown(request_ids)}")
     pairs: Iterable[Any] = ((request_id, None) for request_id in request_ids)
@@ -51,7 +51,7 @@ def check_last_ids(request_ids: object) -> dict[str, str]:
 
 
 def check_limit(limit: object) -> None:
-    """Check the largest number of items to return. Raises InvalidRequestError."""
+    """Check a caller's limit for the number of items to return. Raises InvalidRequestError."""
     if not (is_integer(limit) and 1 <= limit <= _MAX_LETTERS):
         raise InvalidRequestError(f"limit must be an integer from 1 to {_MAX_LETTERS}, got {shown(limit)}")
 

@@ -14,7 +14,7 @@ HeadraceBrokerError
 ├── TooManySubscribersError        the stream has the largest number of subscribers that one hub allows
 ├── TokenizerCallError             a tokenizer call failed
 ├── MalformedEntryError            a stream entry, result or registry value does not have the format of the wire
-├── MalformedMessageError          no worker can use a message in a queue
+├── MalformedMessageError          a message in a queue is of no use to any worker
 ├── TransportConfigurationError    the lease transport would lose its delivery guarantees
 └── EmbeddedServerError            no server program was found, or the server did not start
 """
@@ -128,7 +128,7 @@ class MalformedEntryError(HeadraceBrokerError, ValueError):
 
 
 class MalformedMessageError(HeadraceBrokerError, ValueError):
-    """No worker can use a message in a queue. The error quotes only its content type."""
+    """A message in a queue is of no use to any worker. The error quotes only the message's content type."""
 
 
 class TransportConfigurationError(HeadraceBrokerError, ValueError):

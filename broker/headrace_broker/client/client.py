@@ -172,7 +172,7 @@ class Client:
     def events(
         self, request_id: str, *, last_id: str | None = BEGINNING, timeout: float | None = None
     ) -> Iterator[StreamEvent]:
-        """Yield every event, as `stream` yields chunks: starts, chunks, and the end with its usage or error."""
+        """Yield every event: starts, chunks, and the end with its usage or error. Arguments are those of `stream`."""
         with unavailable(self.settings, "read a stream"):
             span = self.tracing.receiving(check_request_id(request_id))
             try:
@@ -189,7 +189,7 @@ class Client:
 
         If `request_ids` is a map, its values are the entry ids after which the streams are read. This is much cheaper
         than one reader per stream. The last item of a stream is its EndEvent, which has the error of a failed request.
-        If the stream has expired, it is a StreamExpiredError, which is not raised. The other streams continue. Raises
+        For a stream that has expired, a StreamExpiredError is yielded, not raised. The other streams continue. Raises
         ResultTimeoutError if one of the streams gets no entry for `timeout` seconds.
         """
         with unavailable(self.settings, "read streams"):
@@ -323,7 +323,7 @@ class Client:
         self._served.update(known)
 
     def _used_ids(self, submissions: Iterable[Submission]) -> set[str]:
-        """Return the caller-chosen ids that already have a stream, an end mark or a result that this client may read.
+        """Return the caller-chosen ids that have a stream, an `ended` key or a result that this client may read.
 
         A request that still waits in the queue has none of these. A worker drops a second message with its id, or makes
         it a dead letter.
@@ -358,7 +358,7 @@ class Client:
             with self._redis.pipeline(transaction=False) as pipe:
                 for submission in wanted:
                     start_heartbeats(pipe, submission.request_id, submission.headers["abandon_after"])
-                    send_heartbeat(pipe, submission.request_id)  # for a request that is sent again
+                    send_heartbeat(pipe, submission.request_id)  # the key exists already if the request is sent again
                 pipe.execute()
 
     def _publish(self, producer: Any, submission: Submission) -> None:

@@ -72,7 +72,7 @@ class IdempotencyKeys:
         request_id, known_fingerprint, sent = (value.decode() for value in known)
         if known_fingerprint != fingerprint:
             key = submission.headers["idempotency_key"]
-            # without the id of the other request, because any client that has the id can read its stream
+            # The error does not name the other request's id, because any client that has the id can read its stream.
             raise InvalidRequestError(
                 f"idempotency_key {key!r} was used with another prompt or other sampling parameters: choose a new key"
             )

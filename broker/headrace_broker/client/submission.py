@@ -94,7 +94,7 @@ class SubmitRequest(SubmitOptions, total=False):
 
 
 _OPTIONS: Final = SubmitRequest.__annotations__.keys()
-_CONTENT: Final = frozenset(REQUEST_KEYS) - {"model"}  # a submission's model names the queue
+_CONTENT: Final = frozenset(REQUEST_KEYS) - {"model"}  # the model selects the queue
 
 
 def request_of(options: SubmitRequest) -> GenerateRequest:

@@ -38,7 +38,7 @@ ANSWER_SECONDS: Final = float(TOKENIZER_SECONDS)
 _KEPT_MS: Final = 1000 * TOKENIZER_SECONDS
 _PUSH: Final = script("tokenizer_push")
 _MIN_BLOCK_SECONDS: Final = 0.01
-"""Redis takes a timeout of 0 as no timeout."""
+"""Above 0, because Redis takes a timeout of 0 as no timeout."""
 
 
 @dataclass(frozen=True, slots=True)

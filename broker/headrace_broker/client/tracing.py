@@ -111,7 +111,7 @@ class ReceiveSpan:
     def record(self, event: StreamEvent) -> None:
         """Record an entry that has arrived."""
         if isinstance(event, StartEvent):
-            self.close()  # another worker continues the request
+            self.close()  # another attempt begins
             if self._tracer is not None and event.traceparent is not None:
                 self._chunks = 0
                 self._span = self._tracer.start_span(

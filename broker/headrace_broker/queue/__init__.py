@@ -1,4 +1,5 @@
 """The queue: leases, the transport of workers, dead letters and counts.
 
-Producers send with stock Celery; of this package they use only the counts and the dead letters.
+Producers send with stock Celery. Our clients use the counts, the dead letters, the search and the purge of this
+package.
 """

@@ -9,7 +9,7 @@ from headrace_broker.keys import LEASE_BODIES_KEY, delayed_key, queue_lists
 from headrace_broker.queue.message_envelope import open_envelope
 
 _LARGEST: Final = 64 * 1024
-"""The size in bytes up to which messages are read. There may be very many larger ones."""
+"""Limit for the bytes of a message that is read, because there may be very many messages."""
 
 
 @dataclass(frozen=True, slots=True)

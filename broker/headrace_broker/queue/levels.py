@@ -46,7 +46,7 @@ class QueueLevels:
     run_out: int
     """Leased messages with an expired lease that no worker has returned to the queue yet."""
     dead: Mapping[str, int]
-    """By reason: dead letters, counting the newest 16 MiB."""
+    """Number of dead letters by reason, among the newest 16 MiB of them."""
     oldest_age_seconds: float | None
     """Greatest age of the messages at the heads of the lists; None if unknown. A message's age counts from its enqueue
     time, or else from when it was first sorted, or else from when this reader first saw it."""

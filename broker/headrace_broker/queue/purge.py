@@ -60,7 +60,7 @@ def purge_queue(client: "redis.Redis", queue: str, *, ttl_seconds: int) -> Purge
         for message in messages:
             envelope = legible_envelope(message.body)
             request_id = request_id_of(envelope)
-            if not leases.bind(message, request_id):  # the id is another message's, perhaps of another queue
+            if not leases.bind(message, request_id):  # another message has the id, maybe in another queue
                 leases.dead_letter(message.lease_id, DeadLetterReason.DUPLICATE_ID)
                 continue
             if request_id is not None:

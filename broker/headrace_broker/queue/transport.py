@@ -250,7 +250,7 @@ class Channel(kombu_redis.Channel):
         return [self._q_for_pri(queue, step) for step in self.priority_steps]
 
     def close(self) -> None:
-        if self.leased and self._in_poll:  # kombu would wait for the reply, but that of a blocking wait has no message
+        if self.leased and self._in_poll:  # kombu would wait for the reply of a BRPOP; a blocking wait pops nothing
             self._in_poll.disconnect()
             self._in_poll = None
         self._turn.close()
@@ -289,7 +289,7 @@ class Channel(kombu_redis.Channel):
         connection = self.client.connection
         try:
             connection.send_command(*wait_command(self._q_for_pri(self.active_queues[0], 0)))
-        except redis.ResponseError as error:  # of the health check that redis-py may send before the command
+        except redis.ResponseError as error:  # from the health check that redis-py may send first
             self._was_refused(error)
             return
         self._in_poll = connection

@@ -49,7 +49,7 @@ def gather_steps(client: "redis.Redis", queues: Iterable[str]) -> int:
     types are left out. Other errors of Redis pass through.
     """
     targets = {source: target for queue in queues for source, target in _steps_between(queue).items()}
-    gather = _GATHER.bound(client)  # a client's LMOVE would read all messages
+    gather = _GATHER.bound(client)  # a script, because LMOVE would also send each message here
     return sum(gather(_MOVED_AT_ONCE, key=source, list=targets[source]) for source in _lengths(client, targets))
 
 

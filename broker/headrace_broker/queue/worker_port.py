@@ -40,9 +40,9 @@ class WorkerPort(Protocol):
         """Return a priority step. Only messages of higher priority may have more choices than there are free slots."""
 
     def preemptible_slots(self) -> tuple[int, int]:
-        """Return a priority step, and how many choices, in all, messages of a higher priority may have that preempt.
+        """Return the lowest priority that can be preempted, as a step, and how many choices may preempt it.
 
-        Called when no slot is free.
+        That is the total for all messages of a higher priority. Called when no slot is free.
         """
 
     def lease_lost(self, message: Any) -> None:

@@ -107,7 +107,10 @@ class EmbeddedServer:
         self.close()
 
     def start(self) -> None:
-        """Start the server and wait until it answers. Raises EmbeddedServerError if none is found, or none starts."""
+        """Start the server and wait until it answers.
+
+        Raises EmbeddedServerError if no program is found, or if the server does not start.
+        """
         if self._external_url or self._process:
             return
         program = self._program or _find_program(self._prefer, self._path)

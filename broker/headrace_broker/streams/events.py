@@ -23,7 +23,7 @@ from headrace_broker.results import (
 
 @dataclass(frozen=True, slots=True)
 class StartEvent:
-    """A worker claimed the request. A second start means that another worker continues it."""
+    """A worker claimed the request. A second start means that the request continues after a preemption or elsewhere."""
 
     entry_id: str
     attempt: int

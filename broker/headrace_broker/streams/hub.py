@@ -22,7 +22,7 @@ from headrace_broker.streams.listeners import SHORTEST_SECONDS, heartbeat_interv
 from headrace_broker.streams.subscriber import Readers, execute_async
 
 _MAX_WAITING: Final = 512
-"""Limit for the events that wait for one subscriber. At the limit, its streams are not read until it takes some."""
+"""Limit for the events that wait for one subscriber. At the limit, its streams are not read until it takes all."""
 _RETRY_SECONDS: Final = 0.2
 MAX_SUBSCRIBERS: Final = 16
 """Limit for the subscribers of one stream at a time: each beyond the first takes a connection."""

@@ -1,7 +1,7 @@
 """Subscriber heartbeats of requests that were sent with `abandon_after`.
 
 Such a request has a key whose value is its `abandon_after`, set by the client that submits it or the worker that takes
-it. A heartbeat is an EXPIRE of that key to one day; every subscriber sends one at each third of `abandon_after`. The
+it. A heartbeat is an EXPIRE of that key to one day. Every subscriber sends one after each third of `abandon_after`. The
 key's remaining life tells the time since the last heartbeat, by Redis's clock alone. EXPIRE creates no missing key.
 """
 
@@ -25,7 +25,7 @@ def is_abandon_after(value: object) -> bool:
 
 
 def start_heartbeats(pipe: Any, request_id: str, abandon_after: float) -> None:
-    """Add to a pipeline, of threads or asyncio, the command that sets the request's key unless it exists."""
+    """Add to a pipeline the command that sets the request's key, unless it exists."""
     pipe.set(listener_key(request_id), abandon_after, ex=LISTENER_SECONDS, nx=True)
 
 

@@ -208,7 +208,7 @@ class Exporter:
 
 
 class RestartComparison:
-    """Compares the number of messages before and after a restart of Redis, or a failover: in the last and first polls.
+    """Compares the messages of the last poll before a restart or failover of Redis with those of the next poll.
 
     Messages that workers had before it are left out, because workers may complete them while Redis is away.
     """

@@ -30,7 +30,7 @@ BOTH: Final = ""
 WRITING: Final = frozenset(
     "lpush rpush blpop lrem sadd hset xadd set del expire pexpire @string @hash @sortedset".split()  # noqa: SIM905
 )
-"""Commands below that change a key. EVAL changes nothing by itself: a script's commands need rights of their own."""
+"""Those commands below that change a key. EVAL is not among them: a script's commands need rights of their own."""
 
 
 def _keys(name: str) -> str:
@@ -40,7 +40,7 @@ def _keys(name: str) -> str:
 
 @dataclass(frozen=True)
 class Rights:
-    """Commands on keys of the schema, by their names: one selector of an ACL."""
+    """One selector of an ACL: commands on keys, which have their names in the schema."""
 
     access: str
     names: str

@@ -130,11 +130,11 @@ class DeadLetterReason(StrEnum):
     DUPLICATE_ID = "duplicate id"
     """An earlier message had the same request id and other content."""
     DELIVERY_LIMIT = "delivery limit"
-    """Too many workers died while they held the message."""
+    """The message was delivered too often: each time the worker died, or could not complete it."""
     POISON = "poison"
     """The request killed engine processes."""
     TOO_LARGE = "too large"
-    """The message exceeds the size limit. The dead letter has only its headers."""
+    """The message exceeds the size limit. The dead letter has only its headers, its id or its beginning."""
     LIST_UNKNOWN = "list unknown"
     """Keys were deleted by hand, so that the message's queue is unknown."""
 

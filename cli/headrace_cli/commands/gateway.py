@@ -76,7 +76,7 @@ def gateway(redis_url: str, **flags: Any) -> None:
 
 
 def _as_expected(record: logging.LogRecord, *, is_ending: bool) -> bool:
-    """Change the level of uvicorn's errors about answers that the shutdown has cut to INFO. Return True: log them."""
+    """Log uvicorn's errors about answers that the shutdown has cut as INFO. Return True, so that no record is lost."""
     if is_ending and str(record.msg).startswith(_CUT_BY_SHUTDOWN):
         record.levelno, record.levelname = logging.INFO, "INFO"
     return True

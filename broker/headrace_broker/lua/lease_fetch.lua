@@ -41,8 +41,8 @@ local microseconds = time[1] * 1000000 + time[2]
 local leased, dead, num_refused = {}, {}, 0
 local problem = ''
 
--- Records a problem for the reply, unless it is nil. Returns whether there is one. The caller then leaves alone the
--- messages that it blocks.
+-- Records a problem for the reply, unless it is nil. Returns whether there is one: the caller must then leave alone the
+-- messages that the problem blocks.
 local function has_problem(found)
   problem = found or problem
   return found ~= nil
@@ -67,9 +67,9 @@ local function give_up(body, list, deliveries, reason, request)
   dead[#dead + 1] = {list, body, deliveries, reason, request or ''}
 end
 
--- Returns the part of a too large message that its dead letter keeps, and its request id. To end the request needs the
--- id, so the headers are kept, or only the id if they are long. Most producers write the headers after the body, some
--- before it. If they cannot be read, the beginning of the message is kept.
+-- Returns the part of a too large message that its dead letter keeps, and its request id. The headers are kept, or only
+-- the id if they are long, because the worker needs the id to end the request. Most producers write the headers after
+-- the body, some before it. If the headers cannot be read, the beginning of the message is kept.
 local function shortened(body)
   local tail = string.sub(body, -LONGEST_HEADERS)
   tail = string.sub(tail, string.find(tail, '"headers":', 1, true) or #tail + 1)
@@ -305,8 +305,8 @@ local function skip(list, id)
   keep(id, record)
 end
 
--- Leases a message and charges its expected cost to its tenant, whose service is `start` so far. Returns whether it was
--- leased.
+-- Leases a message and charges its expected cost to its tenant, whose service is `start` so far. Returns whether the
+-- message was leased.
 local function take(id, record, start)
   local body = redis.call('HGET', LEASE_BODIES, id)
   undelay(id, record)

@@ -14,7 +14,7 @@ for i = #expired, 1, -1 do
   local meta = redis.call('HGET', LEASE_META, id)
   local blocked_by = requeue(id, meta and list_of(meta))
   if blocked_by then
-    redis.call('ZADD', LEASES, now() + RETRY_SECONDS, id) -- so that it does not stand before those that can be returned
+    redis.call('ZADD', LEASES, now() + RETRY_SECONDS, id) -- behind the leases whose messages can be returned
     problem = blocked_by
   else
     num_requeued = num_requeued + 1

@@ -6,7 +6,7 @@
 --
 -- Each list is served by start-time fair queueing (Goyal, Vin, Cheng 1996): a tenant's service is its tokens divided by
 -- its weight. The tenant with the least service is next. A tenant gains nothing by idle time: when it has messages
--- again, it starts at the list's virtual time.
+-- again, it starts at the list's virtual time or, if it has received more, at its own service.
 --
 -- Each sorted message has a record while it waits and while it is leased. Times are in unix microseconds. Its fields:
 --   list: the list where it arrived; level: the list where it waits, or waited before its lease; tenant: '' for none
@@ -149,7 +149,7 @@ local function charge_actual(record, tokens)
   redis.call('EXPIRE', MEAN_COST, SHARE_SECONDS)
 end
 
--- Removes the charge of a message that does not run now.
+-- Removes the charge of a message that is no longer leased and has not ended.
 local function refund(id, record)
   if not record.charge then return end
   add_service(record, -record.charge)

@@ -1,6 +1,6 @@
 -- Appends entries to many streams in one call. Redis itself rejects an id that is not above the stream's last.
 -- ARGV: seconds, writes
--- seconds: life of the streams. writes: msgpack list of {request, id, id of the entry before it, type, data}.
+-- seconds: lifetime of the streams. writes: msgpack list of {request, id, id of the entry before it, type, data}.
 -- Returns the failed writes: index, outcome, index, outcome, ... (indices count from 0).
 
 local function is_cancelled(entry)

@@ -1,7 +1,7 @@
 -- Counts the messages of one tenant in a queue. Writes nothing.
 -- KEYS: WAITING, DELAYED_TENANTS, TENANT_IDS[]
 -- ARGV: tenant, of_interest, lists[]
--- TENANT_IDS, lists: one for each list of the queue. of_interest: the count up to which the result must be exact.
+-- TENANT_IDS, lists: one for each priority step. of_interest: the count up to which the result must be exact.
 -- Returns {number of waiting messages, number of delayed ones, unix microseconds at which the oldest sorted message
 -- entered its list or '', unix microseconds now}.
 -- Sorted messages, which a worker has moved from the lists to sorted sets, have counts by tenant. The others have to be

@@ -41,7 +41,7 @@ _REFUSALS: Final = (ApiError, InvalidRequestError, UnknownModelError, QueueFullE
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """What distinguishes the answers of one API."""
+    """How one API reads its bodies and writes its answers."""
 
     prefix: str
     """Prefix of the ids of its answers, such as `chatcmpl-`."""

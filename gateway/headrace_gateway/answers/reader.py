@@ -120,7 +120,7 @@ class AnswerReader:
             self._output_tokens[request_id] = event.usage.completion_tokens
 
     def opening(self) -> list[ChunkAndCursor]:
-        """Return the chunks before the first entry, less those up to the cursor. Call it once, before `take`."""
+        """Return the chunks before the first entry that follow the cursor. Call it once, before `take`."""
         placed = [(chunk, Cursor(0, 0, number)) for number, chunk in enumerate(self._stream.opening())]
         return [(chunk, cursor) for chunk, cursor in placed if self._is_after(chunk, cursor)]
 

@@ -68,7 +68,7 @@ logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BatchContext:
-    """What all batches of a replica share."""
+    """The objects that all batches of a replica share."""
 
     client: AsyncClient
     hub: StreamHub

@@ -126,7 +126,7 @@ class _Choice:
         return self._text.num_reasoning_tokens
 
     def deltas(self, event: ChunkEvent) -> Iterator[Chunk]:
-        """Yield what the entry adds to the message."""
+        """Yield the deltas that the entry adds to the message."""
         for each in self._text.read(event):
             delta = self._delta(each)
             if delta is not None:

@@ -87,7 +87,7 @@ class _Prompt:
         self.num_generated = 0
 
     def parts(self, event: ChunkEvent) -> Iterator[Chunk]:
-        """Yield what the entry adds to the choices."""
+        """Yield the parts that the entry adds to the choices."""
         if not self._has_begun:
             shows_scores = self._options.logprobs is not None or self._options.prompt_logprobs
             needs_prompt = self._options.echo and (shows_scores or self._echo is None)

@@ -2,7 +2,7 @@
 
     DIR/<owner>/file-<id>         the content
     DIR/<owner>/file-<id>.json    its metadata; without it the file does not exist
-    DIR/<owner>/.part-<random>    an upload in progress; the sweep deletes what a killed process leaves
+    DIR/<owner>/.part-<random>    an upload in progress; the sweep deletes those of killed processes
     DIR/<owner>/batch_<id>/       files of a batch that has not ended
     DIR/redis-id                  the id of the Redis that stores these batches
 

@@ -14,7 +14,7 @@ _OF_ONE_OWNER: Final = 3
 """Calls that one owner may run at a time. Its other calls wait, so slow files of one owner cannot hold all threads."""
 _THREADS: Final = ThreadPoolExecutor(_NUM_THREADS, "files")
 file_owner: Final[ContextVar[str | None]] = ContextVar("file_owner", default=None)
-"""The folder name of the key whose files the task of a request or a batch uses. None: the gateway's own calls."""
+"""Folder name of the API key whose files the current task reads and writes. None: the gateway's own calls."""
 
 Value = TypeVar("Value")
 _Slots = defaultdict[str, asyncio.Semaphore]

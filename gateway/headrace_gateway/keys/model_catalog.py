@@ -31,7 +31,7 @@ class SharedRead(Generic[Value]):
         self._read_at: float | None = None
 
     async def get(self) -> Value:
-        """Return the value. Raises what the read raises."""
+        """Return the value. Raises the error of the read."""
         if self._reading is None or (self._reading.done() and not self._is_fresh()):
             self._read_at = None
             self._reading = asyncio.create_task(self._read_once())

@@ -97,7 +97,7 @@ async def purge_dead_letters(request: Request) -> Response:
 
 
 def summary(letter: DeadLetter) -> dict[str, Any]:
-    """Return what is known of a dead letter, without its message."""
+    """Return the description of a dead letter, without its message."""
     tenant, enqueued_at = letter.headers.get("tenant"), letter.headers.get("enqueued_at")
     return {
         **letter.summary(),

@@ -18,7 +18,7 @@ _KEYS = frozenset({"name", "arguments", "parameters", "type", "id", "function"})
 
 
 class Found(Enum):
-    """What was found where a call was expected."""
+    """The result of an attempt to read a call."""
 
     CALL = auto()
     OTHER = auto()

@@ -113,7 +113,7 @@ class TextReader:
         """Pass on the text that `scanner` accepts. Return False if the text ends before the scanner is done.
 
         Args:
-            scanner: called with the text and a start. Returns the end of what it accepts, and whether it is done.
+            scanner: called with the text and a start. Returns the end of the accepted text, and whether it is done.
         """
         while True:
             end, done = scanner(self._text, self._position)

@@ -252,7 +252,7 @@ def _config(
 
 
 def _check_config(config: Mapping[str, Any], problems: Problems) -> None:
-    """Refuse what the envelope cannot store, before anything is stored."""
+    """Refuse values that the envelope cannot store, before anything is stored."""
     for name in ("user", "safety_identifier"):
         if not isinstance(config[name], str | None):
             problems.must(name, "be a string", shown(config[name]))

@@ -105,7 +105,7 @@ class Outbox:
     async def waiting(self, names: Iterable[str]) -> dict[str, tuple[int, float]]:
         """Return for each endpoint the number of undelivered events, and when the oldest was published.
 
-        The time is in unix seconds; infinite if there is none.
+        The time is in Unix seconds. It is infinite if there are no undelivered events.
         """
         names = list(names)
         async with self._client.pipeline(transaction=False) as pipe:

@@ -272,7 +272,7 @@ class EngineStep(bootsteps.StartStopStep):
             time.sleep(_FAILED_TURN_SECONDS)
 
     def _gather_steps(self) -> None:
-        """Serve producers whose priority_steps are Celery's ten, and report those with Celery's other separator."""
+        """Move messages of Celery's ten priority_steps to the lists that workers read. Report lists with a `sep`."""
         try:
             gather_steps(self.client, self.queues)
             for name in set(separated_lists(self.client, self.queues)) - self._reported:

@@ -194,7 +194,7 @@ def _censored(name: str, value: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a number or a name without `@`, so that it cannot be a URL with a password."""
+    """Return whether a value is a number or a name without `@`, so that it cannot be a URL with a password."""
     return value is None or isinstance(value, bool | int | float) or (isinstance(value, str) and "@" not in value)
 
 

@@ -79,7 +79,7 @@ class ControlMessage:
         )
 
     def is_for(self, hostname: str) -> bool:
-        """Whether the command is for this worker. Raises ControlMessageError for a pattern that is not a glob."""
+        """Return whether the command is for this worker. Raises ControlMessageError if the pattern is not a glob."""
         if self.destination is not None:
             return hostname in self.destination
         if self.pattern and self.matcher:

@@ -37,7 +37,7 @@ class QueueGauges:
         self._health.queue_blocked(problem)
 
     def poll(self) -> None:
-        """Read the levels of this worker's queues and set the metrics to their sums, or report that Redis is down."""
+        """Read the message counts and ages of this worker's queues. Set the metrics, or report that Redis is down."""
         started = time.perf_counter()
         try:
             by_queue = self._reader.read(self._queues)

@@ -126,8 +126,8 @@ class EngineRequest(Request):
     def postpone(self, seconds: float, *, keeps_place: bool = False) -> None:
         """Return the message to the queue after `seconds`. No worker holds it until then.
 
-        With `keeps_place` it keeps its place and its waiting time. Otherwise the delay ends at its ETA, and its
-        waiting time begins there.
+        With `keeps_place` it keeps its place and its waiting time. Otherwise the delay ends at the message's ETA, and
+        its waiting time begins then.
         """
         self._settled()
         self._message.channel.leases.postpone(self.lease_id, seconds, keeps_place=keeps_place)
@@ -161,7 +161,7 @@ class EngineRequest(Request):
         super()._announce_revoked("terminated", True, "SIGTERM", False)
 
     def announce_terminated_in_queue(self) -> None:
-        """As `announce_terminated`, for a request that had not started."""
+        """Do as `announce_terminated`, for a request that had not started."""
         self._announce_revoked("terminated", True, "SIGTERM", False)
 
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:

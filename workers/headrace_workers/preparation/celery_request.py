@@ -28,7 +28,7 @@ class CeleryRequest(Protocol):
     """Hard and soft limit in seconds, unchecked, as the sender wrote them."""
 
     def revoked(self) -> bool:
-        """Whether the message was revoked or has expired. Celery has settled it then."""
+        """Return whether the message was revoked or has expired. If so, Celery has settled it."""
 
     def on_accepted(self, pid: int | None, time_accepted: float) -> None:
         """Announce that the task has started. `time_accepted` is monotonic time in seconds."""

@@ -6,7 +6,7 @@
                  +--> slow process, tenants in turn --prepared-->
 
 Small messages go to a process that spends a fraction of a second on each, so that no long prompt, new grammar or
-endless chat template of one tenant delays them. Messages that need more go to a second process. The smallest need no
+endless chat template of one tenant delays them. Messages that need more go to a second process. Plain requests need no
 process; see `PlainRequests`. Runs on the event loop's thread only.
 """
 

@@ -140,7 +140,7 @@ class InFlight:
         return self._split_below
 
     def has_room(self, step: int, num_choices: int) -> bool:
-        """Whether a request of this priority step with `num_choices` choices may start."""
+        """Return whether a request of this priority step may start with `num_choices` choices."""
         return num_choices <= max(1, self._max_num_seqs - self.slots_used) or step < self.split_below
 
     # -- begin and end --------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class InFlight:
         self.flush()
 
     def revoke(self, job: Job) -> None:
-        """As `end`, for a request that Celery has revoked. Celery stores its own result."""
+        """Do as `end`, for a request that Celery has revoked. Celery stores its own result."""
         self._publish_unshown(job, self._abort(job))
         self._publisher.add(job.end("cancelled", CANCELLED))
         self._settlement.finish_revoked(job)
@@ -280,7 +280,7 @@ class InFlight:
         return OutputProcessor(self._supervisor.tokenizer)
 
     def use_engine(self, capabilities: EngineCapabilities) -> None:
-        """Set what the engine can do; call it before `start`."""
+        """Set the engine's capabilities; call it before `start`."""
         self.exact_resume = capabilities.exact_resume
         self._draws = capabilities.draws or ""
         self._exact_draws = capabilities.draws if capabilities.exact_resume == "all" else None

@@ -62,14 +62,14 @@ class Isolation:
             self._unrecorded.clear()
 
     def admits(self, job: Job) -> bool:
-        """Whether a new request goes to the engine at once."""
+        """Return whether a new request goes to the engine at once."""
         if _is_suspect(job):
             self._suspect_waits = True
             return False
         return self.alone is None
 
     def is_due(self, jobs: Iterable[Job]) -> bool:
-        """Whether a suspect waits for the engine, and all other requests have ended."""
+        """Return whether a suspect waits for the engine, and all other requests have ended."""
         if not self._suspect_waits or self.alone is not None:
             return False
         suspicions = [_is_suspect(job) for job in jobs]

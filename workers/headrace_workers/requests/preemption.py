@@ -93,7 +93,7 @@ class Preemption:
 
 
 def _is_begun(job: Job) -> bool:
-    """Whether the engine has reported the start of the job or its first token."""
+    """Return whether the engine has reported the start of the job or its first token."""
     return job.admitted_at is not None or job.first_token_at is not None
 
 

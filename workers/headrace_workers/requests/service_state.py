@@ -1,4 +1,4 @@
-"""What this worker serves, and whether it takes messages now."""
+"""The model that this worker serves, and whether the worker takes messages now."""
 
 import time
 from collections.abc import Mapping, Sequence

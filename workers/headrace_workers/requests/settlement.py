@@ -96,11 +96,11 @@ class Settlement:
         self._finish_job(job, outcome, partial(job.celery_request.finish, result.to_wire()))
 
     def finish_revoked(self, job: Job) -> None:
-        """As `finish`, for a job that Celery has revoked. Celery stores its own result."""
+        """Do as `finish`, for a job that Celery has revoked. Celery stores its own result."""
         self._finish_job(job, "cancelled", job.celery_request.announce_terminated)
 
     def finish_refused(self, job: Job, *, is_gone: bool) -> None:
-        """As `finish`, for a job whose stream a client has ended, or whose stream is gone."""
+        """Do as `finish`, for a job whose stream a client has ended, or whose stream is gone."""
         if not is_gone:
             self.finish(job, "cancelled", job.result(CANCELLED))
             return
@@ -152,7 +152,7 @@ class Settlement:
             self._pause(error)
 
     def _is_own_fault(self, error: Exception) -> bool:
-        """Whether Redis refused a stream because of that stream."""
+        """Return whether Redis refused a stream because of that stream."""
         return not is_fault_of_server(error) and self._writer.takes_writes()
 
     def _pause(self, error: Exception) -> None:

@@ -239,7 +239,7 @@ class ListenerWatch:
         self._available_since = self._clock()
 
     def is_abandoned(self, job: Job) -> bool:
-        """Whether a request that is about to start has been abandoned."""
+        """Return whether a request that is about to start has been abandoned."""
         return bool(job.abandon_after is not None and self._ask([job], over=()))
 
     def abandoned(self, jobs: Iterable[Job]) -> list[Job]:

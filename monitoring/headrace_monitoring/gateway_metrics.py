@@ -154,7 +154,7 @@ class GatewayMetrics:
         self._batch_lines[outcome].inc()
 
     def batches(self, count: int, waiting_for_storage: int, idle_seconds: float) -> None:
-        """Set the levels of the batches that this replica processes."""
+        """Set the counts and the idle time of the batches that this replica processes."""
         self._batches.set(count)
         self._batches_waiting.set(waiting_for_storage)
         self._batch_idle.set(idle_seconds)

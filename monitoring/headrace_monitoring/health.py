@@ -120,8 +120,8 @@ class HealthServer:
 
     Args:
         exposition: renders the metrics in the requested format (`Metrics.exposition`).
-        not_ready: says why the worker is not ready; None: it is (`WorkerHealth.not_ready`).
-        not_alive: says why the worker should be restarted; None: it should not (`WorkerHealth.not_alive`).
+        not_ready: returns why the worker is not ready; None if it is (`WorkerHealth.not_ready`).
+        not_alive: returns why the worker should be restarted; None if it should not (`WorkerHealth.not_alive`).
         host: address to listen on.
         port: port to listen on; 0 takes a free one, see `url`.
         deadline_seconds: the maximum duration of one connection.

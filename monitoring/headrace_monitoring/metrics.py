@@ -107,7 +107,7 @@ class Totals:
 
 
 class StepNumbers(Protocol):
-    """The numbers of one step. Counts are of the step alone. Levels are those after the step."""
+    """The numbers of one step. Counts are of the step alone. States, such as `running`, are those after the step."""
 
     step_seconds: float
     kind: str
@@ -260,7 +260,7 @@ class Metrics:
         self._queue.dead_lettered[dead_letter_reason(reason)].inc()
 
     def queue_depth(self, ready: int, unacked: int, dead: int, oldest_age_seconds: float | None) -> None:
-        """Set the levels that were read from Redis. The age is None if no message is ready."""
+        """Set the counts and the age that were read from Redis. The age is None if no message is ready."""
         for state, count in {"ready": ready, "unacked": unacked, "dead": dead}.items():
             self._queue.messages[state].set(count)
         self._queue.oldest_age.set(_elapsed(oldest_age_seconds) or 0.0)
@@ -516,7 +516,7 @@ def _exemplar(trace_id: str | None) -> dict[str, str] | None:
 
 
 def _elapsed(seconds: float | None) -> float | None:
-    """Limit a duration to 0 to LONGEST_SECONDS, as two clocks can differ. None if it is unknown or not finite."""
+    """Clip a duration to 0 to LONGEST_SECONDS: two clocks can differ. None if it is unknown or not finite."""
     if seconds is None or not math.isfinite(seconds):
         return None
     return min(max(seconds, 0.0), LONGEST_SECONDS)

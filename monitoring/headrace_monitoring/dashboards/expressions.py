@@ -69,7 +69,7 @@ def share_within(histogram: str, objective: float, window: str) -> str:
 
 
 def queue_level(metric: str, by: str, where: str = "") -> str:
-    """Return a level of a queue, which several processes report."""
+    """Return a current value of a queue. Several processes report it, so take their maximum."""
     return f"max by ({by}) (headrace_{metric}{{@queue{where}}})"
 
 

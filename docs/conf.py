@@ -42,7 +42,7 @@ NAVIGATION = {
         "monitoring",
         "remote-control",
     ],
-    "Reference": ["reference/index", "wire", "sampling", "models", "engines", "vllm"],
+    "Reference": ["reference/index", "wire", "sampling", "models", "quantization", "engines", "vllm"],
     "Background": ["dependability", "determinism", "performance", "gpu", "neuron", "decisions/README"],
     "Runbooks": ["runbooks/README"],
 }

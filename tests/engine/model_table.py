@@ -15,9 +15,10 @@ The engine runs transformers' own modelling code, so a decoder needs no code of 
 twice on a few tokens to learn its structure (heads, head sizes, windows, shared keys, merged experts). A model that it
 could not compute exactly as transformers does is refused, with the reason, before the first request.
 
-Weights are safetensors, or one GGUF file of an architecture that transformers can dequantise (name the file instead of
-the folder). Checkpoints quantised otherwise (AWQ, GPTQ, bitsandbytes, fp8, mxfp4, ...) are refused by the name of their
-method. If the free memory is too small for weights and KV memory, the engine does not start.
+Weights are safetensors, or one GGUF file of an architecture that transformers can read (name the file instead of the
+folder; [Quantised models](quantization.md)). Checkpoints quantised otherwise (AWQ, GPTQ, bitsandbytes, fp8, mxfp4, ...)
+are refused by the name of their method. If the free memory is too small for weights and KV memory, the engine does not
+start.
 
 In transformers some rotary scaling depends on the length of a batch. Here it is fixed at load. `longrope` uses the
 short factors if `max_model_len` is at most the model's original length; otherwise it uses the long factors for all

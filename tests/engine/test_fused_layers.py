@@ -203,8 +203,8 @@ def test_layers_are_computed_in_one_call_only_where_the_model_runs_through_them_
 ) -> None:
     own = loading.load_weights
 
-    def load_weights(*args: Any) -> Any:
-        model: Any = own(*args)
+    def load_weights(*args: Any, **options: Any) -> Any:
+        model: Any = own(*args, **options)
         model.model.layers = kind(model.model.layers)
         return model
 

@@ -41,7 +41,8 @@ def test_all_but_the_vocabulary_is_read_as_by_gguf(tmp_path: Path, order: GGUFEn
     assert list(ours.fields) == list(theirs.fields)
     for name, field in theirs.fields.items():
         assert ours.fields[name].types == field.types
-        assert len(ours.fields[name].data) == len(field.data)
+        is_long = len(field.data) >= TOKENS and name != "tokenizer.ggml.tokens"
+        assert len(ours.fields[name].data) == (1 if is_long else len(field.data))
         if len(field.data) < TOKENS:
             assert ours.fields[name].contents() == field.contents()
     (tensor,), (expected,) = ours.tensors, theirs.tensors

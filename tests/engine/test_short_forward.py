@@ -90,8 +90,8 @@ def test_a_model_that_does_anything_else_around_its_layers_keeps_its_own_pass(
 ) -> None:
     own = loading.load_weights
 
-    def load_weights(*args: Any) -> Any:
-        model: Any = own(*args)
+    def load_weights(*args: Any, **options: Any) -> Any:
+        model: Any = own(*args, **options)
         change(model)
         return model
 

@@ -4,17 +4,20 @@ The vocabulary is most of a header: 786,000 values for Gemma 3. `gguf.GGUFReader
 takes 9 seconds. Only the tokenizer needs them, and transformers reads them for it by other code.
 """
 
+import functools
+import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Literal
 
 import gguf
 import numpy as np
-from gguf import GGUFReader, GGUFValueType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField
 
 _LONG_ARRAY: Final = 4096
 """Arrays of a header with more elements describe the vocabulary."""
 _STRING_LENGTH_BYTES: Final = 8
+_TYPES: Final = {int(kind) for kind in GGMLQuantizationType}
 # fmt: off
 _END_TOKENS: Final = frozenset(
     (
@@ -30,13 +33,20 @@ _LONGEST_NAME: Final = max(len(name.encode()) for name in _END_TOKENS)
 
 
 class HeaderReader(GGUFReader):
-    """A reader that knows the length of a long array, and passes over its elements: each reads as 0 or as ''."""
+    """A reader that passes over the elements of long arrays: each reads as 0 or as ''.
+
+    It knows the number of tokens. All other long arrays seem to have one element.
+    """
 
     data: Any
 
     def _build_fields(self, offs: int, count: int) -> int:
         self.data = self.data.view(np.ndarray)  # slices of a memmap cost three times as much
-        return int(super()._build_fields(offs, count))
+        end = int(super()._build_fields(offs, count))
+        for name, field in self.fields.items():  # transformers reads each element, and needs the number of tokens
+            if len(field.data) > _LONG_ARRAY and name != "tokenizer.ggml.tokens":
+                self.fields[name] = field._replace(data=field.data[:1])
+        return end
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
         if raw_type != GGUFValueType.ARRAY:
@@ -55,6 +65,31 @@ class HeaderReader(GGUFReader):
         if orig_offs + size > len(self.data):
             raise ValueError(f"the file ends in an array of {count} values, after {len(self.data)} bytes")
         return size, [kind, length, omitted], [2] * count, [GGUFValueType.ARRAY, element]
+
+    def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
+        """Check types and sizes first: gguf's own errors do not name the tensor."""
+        for field in fields:
+            _, name, _, dimensions, number, offset = field.parts
+            tensor = f"tensor {bytes(name).decode(errors='replace')!r}"
+            if int(number[0]) not in _TYPES:
+                raise ValueError(
+                    f"{tensor} is of type {int(number[0])}, which this version of the gguf package does not know: "
+                    "update it, or convert the model again"
+                )
+            block, size = GGML_QUANT_SIZES[GGMLQuantizationType(number[0])]
+            sizes = dimensions.tolist() or [1]
+            if sizes[0] % block:
+                raise ValueError(
+                    f"{tensor} has rows of {sizes[0]} values, which are no whole number of blocks of {block}: "
+                    "the file is damaged; convert the model again"
+                )
+            end = start_offs + int(offset[0]) + math.prod(sizes) // block * size
+            if end > len(self.data):
+                raise ValueError(
+                    f"{tensor} ends at byte {end}, but the file has {len(self.data)} bytes: it is truncated; fetch "
+                    "it again"
+                )
+        super()._build_tensors(start_offs, fields)
 
     @property
     def _order(self) -> Literal["big", "little"]:
@@ -122,10 +157,12 @@ def end_token_ids(model: str) -> list[int]:
 def without_vocabulary() -> Iterator[None]:
     """Let transformers read the configuration and weights of GGUF files by `HeaderReader`.
 
-    transformers takes the class from the `gguf` package at each load, and has no argument for another one.
+    transformers takes the class from the `gguf` package at each load, and has no argument for another one. It also
+    makes a map of names for each module of a model, always the same one: here it is made once.
     """
-    gguf.GGUFReader = HeaderReader
+    name_map = gguf.get_tensor_name_map
+    gguf.GGUFReader, gguf.get_tensor_name_map = HeaderReader, functools.cache(name_map)
     try:
         yield
     finally:
-        gguf.GGUFReader = GGUFReader
+        gguf.GGUFReader, gguf.get_tensor_name_map = GGUFReader, name_map

@@ -41,13 +41,15 @@ class CPURunner:
             self._lora = self._model.enable_lora(self._config.lora.max_lora_rank)
         info = self._model.info
         logger.info(
-            "loaded %s: %.0f M parameters, %s, %s attention, %d fused layers, %d packed products, %.1f s",
+            "loaded %s: %.0f M parameters, %s, %s attention, %d fused layers, %d packed products, "
+            "%d weights in groups, %.1f s",
             info.architecture,
             info.num_parameters / 1e6,
             info.dtype,
             info.attention,
             self._model.num_fused,
             self._model.num_packed,
+            self._model.num_grouped,
             time.perf_counter() - started,
         )
         speculative = self._config.speculative

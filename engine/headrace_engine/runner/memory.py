@@ -2,11 +2,15 @@
 
 import contextlib
 import ctypes
+import functools
 import json
 import math
 import os
+from collections.abc import Container
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -46,25 +50,33 @@ def _file_bytes(path: Path, dtype: torch.dtype) -> int:
     )
 
 
-def _gguf_bytes(model: str, dtype: torch.dtype) -> int:
+def _gguf_bytes(model: str, dtype: torch.dtype, packed: Container[str]) -> int:
+    """Return the bytes of all tensors after loading. Those of the `packed` types keep their size."""
     from headrace_engine.checkpoints.gguf_reader import HeaderReader  # imports gguf, which other models do not need
 
     if not Path(model).is_file():
         return 0  # the loader raises the error
-    return dtype.itemsize * sum(int(tensor.n_elements) for tensor in HeaderReader(model).tensors)
+    return sum(
+        int(tensor.n_bytes) if tensor.tensor_type.name in packed else dtype.itemsize * int(tensor.n_elements)
+        for tensor in HeaderReader(model).tensors
+    )
 
 
-def check_weights_fit(model: str, dtype: torch.dtype) -> None:
+def check_weights_fit(model: str, dtype: torch.dtype, packed: Container[str] = ()) -> None:
     """Refuse a local model whose weights exceed the free memory, before the kernel has to kill a process.
+
+    Args:
+        packed: the types of a GGUF file whose blocks are kept.
 
     Raises:
         ConfigError: the weights do not fit. Names the needed and the free bytes.
     """
-    needed = _gguf_bytes(model, dtype) if is_gguf(model) else weight_bytes(Path(model), dtype)
+    needed = _gguf_bytes(model, dtype, packed) if is_gguf(model) else weight_bytes(Path(model), dtype)
     free = available_memory()
+    form = "packed blocks" if packed else str(dtype).removeprefix("torch.")
     if needed > free:
         raise ConfigError(
-            f"the weights of {model!r} take {needed / 2**30:.1f} GiB as {str(dtype).removeprefix('torch.')}, "
+            f"the weights of {model!r} take {needed / 2**30:.1f} GiB as {form}, "
             f"but only {free / 2**30:.1f} GiB of memory are free"
         )
 
@@ -87,6 +99,21 @@ def check_model_fits(model: nn.Module, device: torch.device) -> None:
         )
 
 
+def release_pages(mapped: np.ndarray[Any, Any]) -> None:
+    """Release the whole pages of a part of a file that is mapped for reading. Their content can be read again."""
+    begin = -(-mapped.ctypes.data // _PAGE) * _PAGE
+    end = (mapped.ctypes.data + mapped.nbytes) // _PAGE * _PAGE
+    if end > begin:
+        _libc().madvise(begin, end - begin, _MADV_DONTNEED)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
+
+
 def release_unused() -> None:
     """Release memory that is not needed: freed heap, freed GPU memory, and pages of mapped weight files.
 
@@ -99,13 +126,11 @@ def release_unused() -> None:
         regions = Path("/proc/self/smaps").read_text().splitlines()
     except OSError:
         return  # not Linux: the system reclaims clean pages when it needs them
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     start = end = 0
     for line in regions:
         key, _, rest = line.partition(" ")
         if "-" in key:
-            mapped = rest.endswith(".safetensors")
+            mapped = rest.endswith((".safetensors", ".gguf"))
             start, end = (int(address, 16) for address in key.split("-")) if mapped else (0, 0)
         elif key == "Anonymous:" and end and rest.split()[0] == "0":
-            libc.madvise(start, end - start, _MADV_DONTNEED)
+            _libc().madvise(start, end - start, _MADV_DONTNEED)

@@ -14,6 +14,7 @@ from torch import nn
 
 from headrace_engine.runner.elementwise.native_ops import MAX_FEATURES, MAX_HEAD_DIM
 from headrace_engine.runner.elementwise.ops import Norm
+from headrace_engine.runner.linear.grouped_linear import GroupedGatedLinear, GroupedLinear
 from headrace_engine.runner.linear.native_linear import NativeGatedLinear, NativeLinear
 from headrace_engine.runner.linear.packed_linear import PackedLinear
 from headrace_engine.runner.linear.prepared_linear import LinearKind, PreparedLinear
@@ -153,7 +154,7 @@ def unsupported_reason(layer: nn.Module) -> str | None:
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     if attention is None or mlp is None:
         return "it has no self_attn and mlp"
-    if any(type(getattr(attention, name, None)) is not nn.Linear for name in PROJECTIONS):
+    if any(not _is_linear(getattr(attention, name, None)) for name in PROJECTIONS):
         return "its attention has other projections than q, k, v and o"
     if not isinstance(getattr(attention, "head_dim", None), int) or attention.head_dim > MAX_HEAD_DIM:
         return "its head size is unknown or too large"
@@ -173,9 +174,14 @@ def unsupported_reason(layer: nn.Module) -> str | None:
     return None
 
 
+def _is_linear(module: object) -> bool:
+    """Whether a module computes a plain linear layer, by weights that can be merged."""
+    return type(module) in (nn.Linear, GroupedLinear)
+
+
 def is_gated(mlp: nn.Module) -> bool:
     """Whether an MLP has the projections of a gated MLP. `fusion.py` verifies its activation by comparison."""
-    parts = {name for name, child in mlp.named_children() if type(child) is nn.Linear}
+    parts = {name for name, child in mlp.named_children() if _is_linear(child)}
     return parts == set(_GATED)
 
 
@@ -190,21 +196,40 @@ class _Gated(nn.Module):
         return self._gate_up.ops.silu_mul(self._gate_up.after_norm(hidden, delta, norm))
 
 
-def _gated(linear: LinearKind, gate: nn.Linear, up: nn.Linear) -> "_Gated | NativeGatedLinear":
+_Linear = nn.Linear | GroupedLinear
+
+
+def _gated(linear: LinearKind, gate: _Linear, up: _Linear) -> "_Gated | NativeLinear":
     if linear is NativeLinear and all(layer.bias is None for layer in (gate, up)):
-        return NativeGatedLinear(torch.cat([gate.weight, up.weight]), None)
+        if isinstance(gate, GroupedLinear) and isinstance(up, GroupedLinear):
+            return GroupedGatedLinear.merged([gate, up], None)
+        return NativeGatedLinear(torch.cat([_dense(gate), _dense(up)]), None)
     return _Gated(_merged(linear, gate, up))
 
 
-def _merged(linear: LinearKind, *layers: nn.Linear) -> PreparedLinear:
-    """Return one layer whose output is the concatenation of the outputs of `layers`."""
+def _dense(layer: _Linear) -> torch.Tensor:
+    """Return the weight of a layer. One in groups is dequantised."""
+    return layer.dense() if isinstance(layer, GroupedLinear) else layer.weight
+
+
+def _merged(linear: LinearKind, *layers: _Linear) -> PreparedLinear:
+    """Return one layer whose output is the concatenation of the outputs of `layers`.
+
+    Layers in groups share their weights with it. If only some of them are in groups, these are dequantised.
+    """
+    grouped = [layer for layer in layers if isinstance(layer, GroupedLinear)]
     if len(layers) == 1:
-        return linear(layers[0].weight, layers[0].bias)
+        return grouped[0] if grouped else linear(_dense(layers[0]), layers[0].bias)
     biases = [layer.bias for layer in layers]
-    if all(bias is None for bias in biases):
-        bias = None
-    else:
+    present = next((bias for bias in biases if bias is not None), None)
+    bias = None
+    if present is not None:
         bias = torch.cat(
-            [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+            [
+                present.new_zeros(layer.out_features) if own is None else own
+                for layer, own in zip(layers, biases, strict=True)
+            ]
         )
-    return linear(torch.cat([layer.weight for layer in layers]), bias)
+    if len(grouped) == len(layers):
+        return GroupedLinear.merged(grouped, bias)
+    return linear(torch.cat([_dense(layer) for layer in layers]), bias)

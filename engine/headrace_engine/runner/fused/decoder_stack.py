@@ -15,7 +15,7 @@ from headrace_engine.runner.batch import StepInputs
 from headrace_engine.runner.elementwise import native_ops
 from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer
 from headrace_engine.runner.linear import native_linear
-from headrace_engine.runner.linear.native_linear import LinearArgs, NativeGatedLinear, NativeLinear
+from headrace_engine.runner.linear.native_linear import LinearArgs, NativeLinear
 from headrace_engine.runner.native import native_library
 from headrace_engine.runner.native.native_library import check_layout
 
@@ -186,7 +186,7 @@ def stackable(layers: nn.ModuleList) -> list[FusedDecoderLayer]:
         and layer.shape == fused[0].shape
         and all(isinstance(part, NativeLinear) for part in (layer.qkv, layer.o))
         and layer.mlp is None
-        and isinstance(layer.gated, NativeGatedLinear)
+        and isinstance(layer.gated, NativeLinear)
         and isinstance(layer.down, NativeLinear)
         and layer.options.get("s_aux") is None
         and (layer.q_norm is None) == (layer.k_norm is None)

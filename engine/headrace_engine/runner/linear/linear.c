@@ -19,6 +19,8 @@
 #include "../native/cores.h"
 #include "../native/team.h"
 #include "linear.h"
+#include "grouped_weights.h"
+#include "gguf_blocks.h"
 #include "../native/struct_layout.h"
 
 #if defined(__AVX__) && !defined(__AVX512F__)
@@ -28,6 +30,14 @@
 #endif
 #define PANEL (VECTORS * LANES)
 #define LINE 64 /* bytes of a cache line */
+#define FEW_ROWS 64
+
+#include "linear_grouped.h"
+
+/* Whether grouped weights are multiplied by integers. */
+static inline int by_integers(const linear_args *a) {
+    return a->driver == INTEGERS || (a->driver == INTEGERS_FOR_FEW && (a->rows < FEW_ROWS || !matrix_tiles_enabled));
+}
 
 /* Stores the sums of one row to out[row][column..], with bias, addition or gate. `up`: the sums of the other half, or NULL. */
 static inline __attribute__((always_inline)) void
@@ -60,7 +70,7 @@ static inline float load_input(const linear_args *a, int64_t from, int k, float 
     return a->norm_weight ? x * (load_scalar(a->norm_weight, k, a->dtype) * scale) : x;
 }
 
-static inline int by_tiles(const linear_args *a) { return matrix_tiles_enabled && a->dtype == BFLOAT16; }
+static inline int by_tiles(const linear_args *a) { return matrix_tiles_enabled && a->dtype == BFLOAT16 && !by_integers(a); }
 
 /* The layout of weights. bfloat16 is always stored in pairs: each half is widened by one instruction. */
 static inline int kind_of_weight(int dtype) { return kind_of(dtype) == BFLOAT16 ? WIDENED : kind_of(dtype); }
@@ -76,24 +86,31 @@ static inline int64_t steps_of(const linear_args *a) {
 static inline int width_of(const linear_args *a) { return a->result == SILU_MUL ? a->out_features / 2 : a->out_features; }
 
 /* Panels, or pairs of them for a gated product. */
-static inline int num_panels(const linear_args *a) { return (width_of(a) + PANEL - 1) / PANEL; }
+static inline int num_panels(const linear_args *a) {
+    if (!a->segments || a->result == SILU_MUL) return panels_in(width_of(a));
+    int panels = 0;
+    for (int i = 0; i < a->num_segments; i++) panels += panels_in(a->segments[i].out_features);
+    return panels;
+}
 
 static inline int64_t panel_bytes(const linear_args *a) { return steps_of(a) * PANEL * (int64_t)sizeof(float); }
 
+/* Returns the address of a panel, NULL if its weights are grouped. */
 static inline const char *panel_of(const linear_args *a, int index) {
+    if (a->segments) return NULL;
     return (const char *)a->weight + (a->result == SILU_MUL ? 2 : 1) * index * panel_bytes(a);
 }
 
 /* Stores the rows of one or two tiles as soon as they are summed: the stores overlap with the next products. */
-static void finish_tile(const linear_args *a, int64_t row, int64_t rows, int column, float *sums, const float *up) {
-    int left = width_of(a) - column < PANEL ? width_of(a) - column : PANEL;
+static void finish_tile(const linear_args *a, int64_t row, int64_t rows, panel_place p, float *sums, const float *up) {
     for (int64_t i = 0; i < rows; i++) {
         const float *other = up ? up + i * PANEL : NULL;
-        if (a->dtype == FLOAT32) finish_row(a, row + i, column, left, sums + i * PANEL, other, FLOAT32);
-        else finish_row(a, row + i, column, left, sums + i * PANEL, other, BFLOAT16);
+        if (a->dtype == FLOAT32) finish_row(a, row + i, p.column, p.width, sums + i * PANEL, other, FLOAT32);
+        else finish_row(a, row + i, p.column, p.width, sums + i * PANEL, other, BFLOAT16);
     }
 }
 
+#include "linear_integer.h"
 #include "linear_vectors.h"
 #include "linear_matrix_tiles.h"
 
@@ -132,10 +149,10 @@ typedef struct {
 } division;
 
 static division divide(const linear_args *a) {
-    division d = {.tile_rows = by_tiles(a) ? TILE_ROWS : TILE, .panels = num_panels(a)};
-    d.row_floats = by_tiles(a) ? pairs_in_tiles(a->in_features) : row_floats(a);
+    division d = {.tile_rows = by_integers(a) ? INTEGER_TILE : by_tiles(a) ? TILE_ROWS : TILE, .panels = num_panels(a)};
+    d.row_floats = by_integers(a) ? quantised_floats(a) : by_tiles(a) ? pairs_in_tiles(a->in_features) : row_floats(a);
     d.tiles = (a->rows + d.tile_rows - 1) / d.tile_rows;
-    d.block_tiles = by_tiles(a) ? max_matrix_tiles(d.row_floats) : max_vector_tiles(d.row_floats, d.tiles);
+    d.block_tiles = by_integers(a) ? d.tiles : by_tiles(a) ? max_matrix_tiles(d.row_floats) : max_vector_tiles(d.row_floats, d.tiles);
     d.blocks = (d.tiles + d.block_tiles - 1) / d.block_tiles;
     d.queues = d.blocks > 1 ? d.blocks : a->threads;
     /* Enough groups to balance threads of different speed. */
@@ -147,12 +164,14 @@ static division divide(const linear_args *a) {
 
 /* Packs a tile into the block that begins with tile `first`. */
 static void pack_into_block(const linear_args *a, const division *d, float *packed, int64_t first, int64_t tile) {
-    if (by_tiles(a)) pack_matrix_tile(a, packed + (tile - first) * TILE_ROWS * d->row_floats, tile);
+    if (by_integers(a)) quantise_tile(a, packed, tile); /* there is one block */
+    else if (by_tiles(a)) pack_matrix_tile(a, packed + (tile - first) * TILE_ROWS * d->row_floats, tile);
     else pack_vector_tile(a, packed, d->tiles, first, tile);
 }
 
-/* Multiplies all unclaimed groups of a queue. `packed` is the space for its block; a single block is packed already. */
-static void multiply_queue(const linear_args *a, const division *d, float *packed, int64_t queue, int *claimed) {
+/* Multiplies all unclaimed groups of a queue. `packed` is the space for its block; a single block is packed already. `unpacked` is
+ * the space for a panel of grouped weights. */
+static void multiply_queue(const linear_args *a, const division *d, float *packed, float *unpacked, int64_t queue, int *claimed) {
     int is_packed = d->blocks == 1;
     int64_t block = is_packed ? 0 : queue, first = d->tiles * block / d->blocks, last = d->tiles * (block + 1) / d->blocks;
     int64_t begin = is_packed ? d->panels * queue / d->queues : 0;
@@ -164,7 +183,8 @@ static void multiply_queue(const linear_args *a, const division *d, float *packe
         int to = (int)(begin + (end - begin) * (group + 1) / d->groups);
         /* The data after a queue belongs to another thread or another weight: prefetching it would waste bandwidth. */
         const char *behind = to < end ? panel_of(a, to) : NULL;
-        if (by_tiles(a)) multiply_block_by_matrix_tiles(a, packed, first, last, from, to, behind);
+        if (by_integers(a)) multiply_by_integers(a, packed, from, to);
+        else if (by_tiles(a)) multiply_block_by_matrix_tiles(a, packed, unpacked, first, last, from, to, behind);
         else multiply_block_by_vectors(a, packed, d->tiles, first, last, from, to, behind);
     }
 }
@@ -177,16 +197,22 @@ static inline int64_t packed_floats(const linear_args *a, const division *d) {
     return d->blocks > 1 ? a->threads * own_floats(d) : d->tiles * d->tile_rows * d->row_floats;
 }
 
+/* Floats that one thread unpacks a panel into, for matrix tiles. */
+static inline int64_t unpacked_floats(const linear_args *a) {
+    return a->segments && by_tiles(a) ? panel_bytes(a) / (int64_t)sizeof(float) : 0;
+}
+
 int64_t headrace_linear_scratch_floats(const linear_args *a) {
     division d = divide(a);
-    return packed_floats(a, &d) + d.queues;
+    return packed_floats(a, &d) + a->threads * unpacked_floats(a) + d.queues;
 }
 
 void headrace_linear_part(const linear_args *a, float *packed, const member *m) {
     if (!a->rows) return;
     division d = divide(a);
     float *mine = d.blocks > 1 ? packed + own_floats(&d) * m->thread : packed;
-    int *claimed = (int *)(packed + packed_floats(a, &d));
+    float *unpacked = packed + packed_floats(a, &d);
+    int *claimed = (int *)(unpacked + a->threads * unpacked_floats(a));
     if (m->thread == 0) memset(claimed, 0, sizeof(int) * d.queues);
     int64_t last = d.blocks == 1 ? d.tiles * (m->thread + 1) / m->threads : 0;
     for (int64_t tile = d.tiles * m->thread / m->threads; tile < last; tile++) pack_into_block(a, &d, mine, 0, tile);
@@ -194,7 +220,7 @@ void headrace_linear_part(const linear_args *a, float *packed, const member *m) 
     if (by_tiles(a)) begin_matrix_tiles(a->rows < TILE_ROWS ? (int)a->rows : TILE_ROWS);
     for (int64_t i = 0; i < d.queues; i++) {
         int64_t queue = (d.queues * m->thread / m->threads + i) % d.queues;
-        multiply_queue(a, &d, mine, queue, claimed + queue);
+        multiply_queue(a, &d, mine, unpacked + m->thread * unpacked_floats(a), queue, claimed + queue);
     }
     if (by_tiles(a)) end_matrix_tiles();
 }
@@ -213,6 +239,9 @@ int headrace_linear(const linear_args *a) {
     }
     return 0;
 }
+
+/* Returns whether this build multiplies grouped weights. */
+int headrace_has_grouped(void) { return HAS_GROUPED; }
 
 /* Returns whether bfloat16 is multiplied in pairs, without widening. */
 int headrace_has_pairs(void) { return pairs_are_faster; }
@@ -256,6 +285,9 @@ void headrace_pack_weight(int dtype, int threads, int gated, int in, int out, co
 
 EXPORT_LAYOUT(linear_args, FIELD(linear_args, dtype), FIELD(linear_args, threads), FIELD(linear_args, spins),
               FIELD(linear_args, result), FIELD(linear_args, in_features), FIELD(linear_args, out_features),
+              FIELD(linear_args, driver), FIELD(linear_args, num_segments),
               FIELD(linear_args, rows), FIELD(linear_args, x_stride), FIELD(linear_args, out_stride),
               FIELD(linear_args, x), FIELD(linear_args, weight), FIELD(linear_args, bias), FIELD(linear_args, out),
-              FIELD(linear_args, norm_weight), FIELD(linear_args, norm_eps), FIELD(linear_args, upcoming));
+              FIELD(linear_args, norm_weight), FIELD(linear_args, norm_eps), FIELD(linear_args, segments),
+              FIELD(linear_args, upcoming));
+EXPORT_LAYOUT(weight_segment, FIELD(weight_segment, strips), FIELD(weight_segment, format), FIELD(weight_segment, out_features));

@@ -10,16 +10,28 @@ typedef struct {
 
 enum { STORE = 0, ADD = 1, SILU_MUL = 2 };
 
+/* The driver of a product. Grouped weights are multiplied by integers (linear_integer.h), or unpacked panel by panel and multiplied
+ * like dense ones. INTEGERS_FOR_FEW: by integers for a few rows; for more, unpacked to bfloat16 if the processor has matrix tiles. */
+enum { DENSE = 0, INTEGERS = 1, UNPACKED = 2, INTEGERS_FOR_FEW = 3 };
+
+/* Adjacent outputs whose grouped weights have one format. */
+typedef struct {
+    const void *strips;
+    int32_t format, out_features;
+} weight_segment;
+
 typedef struct {
     int32_t dtype, threads;
     int32_t spins;  /* of a waiting thread */
     int32_t result; /* STORE, ADD to out, or SILU_MUL of gate and up columns */
     int32_t in_features, out_features;
+    int32_t driver, num_segments;
     int64_t rows, x_stride, out_stride; /* strides in elements */
     const void *x, *weight, *bias;      /* bias: [out_features], or NULL */
     void *out;
     const void *norm_weight; /* NULL, or x is normalised first: rms_norm(x) * norm_weight */
     float norm_eps;
+    const weight_segment *segments; /* NULL: dense weights; a gated product has two, gate and up */
     upcoming_blocks *upcoming; /* NULL, or what to prefetch meanwhile; products by matrix tiles ignore it */
 } linear_args;
 

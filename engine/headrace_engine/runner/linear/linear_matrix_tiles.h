@@ -109,6 +109,7 @@ multiply_tiles(const char *x, int64_t x_bytes, const char *weight, int depth, fl
 /* The rows that are multiplied with one panel before the next, and their sums. */
 typedef struct {
     const char *packed;
+    float *unpacked; /* space for a panel of grouped weights */
     int64_t first_row, tiles;
     float sums[2][MAX_TILES * TILE_ROWS * PANEL] __attribute__((aligned(64))); /* gate, up */
 } row_block;
@@ -126,7 +127,9 @@ static __attribute__((noinline)) void
 multiply_panel_by_matrix_tiles(const linear_args *a, row_block *b, int index, int half, const char *next) {
     int depth = (int)steps_of(a) / TILE_ROWS, gated = a->result == SILU_MUL;
     int64_t tile_bytes = (int64_t)depth * TILE_ROWS * TILE_BYTES;
-    const char *weight = panel_of(a, index) + half * panel_bytes(a);
+    panel_place p = place_of(a, index);
+    const char *weight = a->segments ? (const char *)b->unpacked : panel_of(a, index) + half * panel_bytes(a);
+    if (a->segments) unpack_panel(a, p, half, 0, a->in_features, b->unpacked, 1);
     int parts = b->tiles > FEW_TILES ? (depth + MAX_PART - 1) / MAX_PART : 1;
     tile_prefetch ahead = plan_tile_prefetch(next, panel_bytes(a), b->tiles * VECTORS * depth);
     for (int part = 0; part < parts; part++) {
@@ -140,17 +143,17 @@ multiply_panel_by_matrix_tiles(const linear_args *a, row_block *b, int index, in
             else multiply_tiles(x, tile_bytes, w, steps, b->sums[half] + place, part > 0, &ahead, 0);
             if (part < parts - 1 || half < gated) continue;
             if (rows > a->rows - row) rows = a->rows - row;
-            finish_tile(a, row, rows, index * PANEL, b->sums[0] + place, gated ? b->sums[1] + place : NULL);
+            finish_tile(a, row, rows, p, b->sums[0] + place, gated ? b->sums[1] + place : NULL);
         }
     }
 }
 
 /* Multiplies the rows of tiles first..last with the panels begin..end, or as many pairs of panels if the result is gated.
  * `behind` are the weights that are multiplied next, or NULL. */
-static void multiply_block_by_matrix_tiles(const linear_args *a, const float *packed, int64_t first, int64_t last, int begin,
-                                           int end, const char *behind) {
+static void multiply_block_by_matrix_tiles(const linear_args *a, const float *packed, float *unpacked, int64_t first, int64_t last,
+                                           int begin, int end, const char *behind) {
     row_block b; /* uninitialised: the sums need no zeros */
-    b.packed = (const char *)packed, b.first_row = first * TILE_ROWS, b.tiles = last - first;
+    b.packed = (const char *)packed, b.unpacked = unpacked, b.first_row = first * TILE_ROWS, b.tiles = last - first;
     for (int index = begin; index < end; index++) {
         const char *next = index + 1 < end ? panel_of(a, index + 1) : behind;
         for (int half = 0; half <= (a->result == SILU_MUL); half++)
@@ -159,8 +162,8 @@ static void multiply_block_by_matrix_tiles(const linear_args *a, const float *pa
 }
 #else
 static void pack_matrix_tile(const linear_args *a, float *packed, int64_t tile) { (void)a, (void)packed, (void)tile; }
-static void multiply_block_by_matrix_tiles(const linear_args *a, const float *packed, int64_t first, int64_t last, int begin,
-                                           int end, const char *behind) {
-    (void)a, (void)packed, (void)first, (void)last, (void)begin, (void)end, (void)behind;
+static void multiply_block_by_matrix_tiles(const linear_args *a, const float *packed, float *unpacked, int64_t first, int64_t last,
+                                           int begin, int end, const char *behind) {
+    (void)a, (void)packed, (void)unpacked, (void)first, (void)last, (void)begin, (void)end, (void)behind;
 }
 #endif

@@ -193,24 +193,28 @@ static void multiply_panel(const linear_args *a, const float *tiled, int64_t til
     float sums[2][BLOCK_TILES * TILE * PANEL] __attribute__((aligned(64)));
     float wide[WIDE_BYTES / 4] __attribute__((aligned(64)));
     int kind = kind_of_weight(a->dtype), bytes = PANEL * step_bytes(kind), steps = num_steps(kind, a->in_features);
-    int halves = a->result == SILU_MUL ? 2 : 1;
+    int halves = a->result == SILU_MUL ? 2 : 1, unpacks = a->segments != NULL; /* then the type of the data is float32 */
     int widens = kind == WIDENED && last - first > 2; /* otherwise each tile widens while it waits for memory */
-    int max_steps = widens ? WIDE_BYTES / (2 * bytes) / halves : MAX_DEPTH, chunks = (steps + max_steps - 1) / max_steps;
+    int max_steps = unpacks ? WIDE_STEPS : widens ? WIDE_BYTES / (2 * bytes) / halves : MAX_DEPTH;
+    int unit = unpacks ? GROUP : 1; /* steps of a chunk are a multiple of it */
+    int chunks = (steps + max_steps - 1) / max_steps;
+    panel_place p = place_of(a, index);
     int64_t first_row = tile_begin(a->rows, tiles, first);
     for (int chunk = 0; chunk < chunks; chunk++) {
-        int from = (int)((int64_t)steps * chunk / chunks);
-        int depth = (int)((int64_t)steps * (chunk + 1) / chunks) - from;
+        int from = (int)((int64_t)(steps / unit) * chunk / chunks) * unit;
+        int depth = (int)((int64_t)(steps / unit) * (chunk + 1) / chunks) * unit - from;
         int64_t size = (int64_t)depth * bytes, to_other = panel_bytes(a);
-        const char *weight = panel_of(a, index) + (int64_t)from * bytes;
-        const char *next = chunk < chunks - 1 ? weight + size : behind;
+        const char *weight = unpacks ? NULL : panel_of(a, index) + (int64_t)from * bytes;
+        const char *next = unpacks ? NULL : chunk < chunks - 1 ? weight + size : behind;
+        for (int half = 0; half < halves && unpacks; half++) unpack_panel(a, p, half, from, depth, wide + half * WIDE_BYTES / 8, 0);
         for (int half = 0; half < halves && widens; half++) widen(wide + half * WIDE_BYTES / 8, weight + half * to_other, depth);
         for (int64_t t = first; t < last; t++) {
             int64_t row = tile_begin(a->rows, tiles, t), rows = tile_begin(a->rows, tiles, t + 1) - row;
             const float *tile = tiled + (row - first_row) * row_floats(a) + from * rows * floats_of_step(kind);
             int64_t place = (row - first_row) * PANEL;
-            if (chunk == chunks - 1) prefetch_results(a, row, rows, index * PANEL);
+            if (chunk == chunks - 1) prefetch_results(a, row, rows, p.column);
             for (int half = 0; half < halves; half++) {
-                const char *own = weight + half * to_other, *later = next ? next + half * to_other : NULL;
+                const char *own = unpacks ? (const char *)(wide + half * WIDE_BYTES / 8) : weight + half * to_other, *later = next ? next + half * to_other : NULL;
                 prefetch_stream ahead = plan_prefetch(a, later, size, widens ? 2 * depth : depth, t - first, last - first);
                 if (kind == PAIRS) multiply_pairs((int)rows, tile, own, depth, sums[half] + place, chunk > 0, ahead);
                 else if (kind == FLOAT32) multiply_float32((int)rows, tile, own, depth, sums[half] + place, chunk > 0, ahead);
@@ -218,7 +222,7 @@ static void multiply_panel(const linear_args *a, const float *tiled, int64_t til
                     multiply_float32((int)rows, tile, wide + half * WIDE_BYTES / 8, 2 * depth, sums[half] + place, chunk > 0, ahead);
                 else multiply_widened((int)rows, tile, own, depth, sums[half] + place, chunk > 0, ahead);
             }
-            if (chunk == chunks - 1) finish_tile(a, row, rows, index * PANEL, sums[0] + place, halves > 1 ? sums[1] + place : NULL);
+            if (chunk == chunks - 1) finish_tile(a, row, rows, p, sums[0] + place, halves > 1 ? sums[1] + place : NULL);
         }
     }
 }

@@ -24,14 +24,22 @@ _STORE, _ADD, _SILU_MUL = 0, 1, 2
 _PAGES = HugePages()
 
 
+class WeightSegment(ctypes.Structure):
+    """`weight_segment` of linear.h."""
+
+    _fields_ = (("strips", ctypes.c_void_p), ("format", ctypes.c_int32), ("out_features", ctypes.c_int32))
+
+
 class LinearArgs(ctypes.Structure):
     """`linear_args` of linear.c."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("dtype", "threads", "spins", "result", "in_features", "out_features")),
+        *((name, ctypes.c_int32) for name in ("driver", "num_segments")),
         *((name, ctypes.c_int64) for name in ("rows", "x_stride", "out_stride")),
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out", "norm_weight")),
         ("norm_eps", ctypes.c_float),
+        ("segments", ctypes.c_void_p),
         ("upcoming", ctypes.c_void_p),
     )
 
@@ -45,13 +53,26 @@ def library() -> ctypes.CDLL:
 def declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the functions of a library that was built from linear.c. Raises LayoutError."""
     check_layout(kernels, "linear_args", LinearArgs)
+    check_layout(kernels, "weight_segment", WeightSegment)
     kernels.headrace_linear.argtypes, kernels.headrace_linear.restype = (ctypes.POINTER(LinearArgs),), ctypes.c_int
     sizes = (ctypes.c_int, ctypes.c_int, ctypes.c_int)
     kernels.headrace_packed_size.argtypes = (ctypes.c_int, *sizes)
     kernels.headrace_packed_size.restype = ctypes.c_int64
     kernels.headrace_pack_weight.argtypes = (ctypes.c_int, ctypes.c_int, *sizes, ctypes.c_void_p, ctypes.c_void_p)
     kernels.headrace_pack_weight.restype = None
+    _declare_grouped(kernels)
     return kernels
+
+
+def _declare_grouped(kernels: ctypes.CDLL) -> None:
+    """Declare the functions of grouped_weights.h and gguf_blocks.h."""
+    kernels.headrace_grouped_bytes.argtypes = (ctypes.c_int,) * 3
+    kernels.headrace_grouped_bytes.restype = ctypes.c_int64
+    kernels.headrace_pack_blocks.argtypes = (*(ctypes.c_int,) * 4, *(ctypes.c_void_p,) * 3)
+    kernels.headrace_pack_blocks.restype = ctypes.c_int64
+    pointers = (ctypes.c_void_p, ctypes.c_void_p)
+    kernels.headrace_unpack_rows.argtypes = (*(ctypes.c_int,) * 4, *pointers, ctypes.c_int64, ctypes.c_void_p)
+    kernels.headrace_unpack_rows.restype = None
 
 
 def preferred(dtype: torch.dtype) -> bool:
@@ -75,6 +96,11 @@ def preferred(dtype: torch.dtype) -> bool:
     return bool(kernels.headrace_knows_pairs()) or not packed_linear.computes_bfloat16()
 
 
+def result_of(gated: bool) -> int:
+    """Return what a layer does with its sums, unless it adds them."""
+    return _SILU_MUL if gated else _STORE
+
+
 class NativeLinear(PreparedLinear):
     """Replaces an `nn.Linear` in inference. Does not keep the original weight."""
 
@@ -90,7 +116,8 @@ class NativeLinear(PreparedLinear):
             dtype, torch.get_num_threads(), *sizes, weight.data_ptr(), self._packed.data_ptr()
         )
         self._width = self.out_features // 2 if self.gated else self.out_features
-        self._result = _SILU_MUL if self.gated else _STORE
+        self._dtype = weight.dtype
+        self._result = result_of(self.gated)
         self.num_bytes = weight.nbytes
         self._bias = None if bias is None else bias.detach()
         self._args = LinearArgs(
@@ -120,17 +147,20 @@ class NativeLinear(PreparedLinear):
 
     def args(self, norm: Norm | None = None, *, adds: bool = False) -> LinearArgs:
         """Return the arguments of the kernel, except rows, threads, x and out. `adds`: add the result to out."""
-        args = LinearArgs.from_buffer_copy(self._args)
+        args = LinearArgs.from_buffer_copy(self._own_args())
         args.result = _ADD if adds else self._result
         if norm is not None:
             args.norm_weight, args.norm_eps = norm.weight.data_ptr(), norm.eps
         return args
 
+    def _own_args(self) -> LinearArgs:
+        return self._args
+
     def _compute(self, args: LinearArgs, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if out is None:
             out = torch.empty((x.shape[0], self._width), dtype=x.dtype)
         assert x.shape[1] == self.in_features, f"{x.shape[1]} features for a layer of {self.in_features}"
-        assert x.dtype is out.dtype is self._packed.dtype, f"{x.dtype} for a layer of {self._packed.dtype}"
+        assert x.dtype is out.dtype is self._dtype, f"{x.dtype} for a layer of {self._dtype}"
         if x.stride(-1) != 1:
             x = x.contiguous()
         args.threads, args.rows = torch.get_num_threads(), x.shape[0]

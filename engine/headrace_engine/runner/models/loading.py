@@ -7,6 +7,7 @@ interface of transformers is refused.
 import itertools
 import logging
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -40,11 +41,14 @@ def load_config(config: ModelConfig) -> Any:
     return hf_config
 
 
-def load_weights(config: ModelConfig, hf_config: Any, dtype: torch.dtype, attention: Any) -> PreTrainedModel:
+def load_weights(
+    config: ModelConfig, hf_config: Any, dtype: torch.dtype, attention: Any, *, packed: bool = False
+) -> PreTrainedModel:
     """Load the model, and register its attention function under a unique name.
 
     Args:
         attention: a method with the signature of an attention function of transformers (`AttentionInterface`).
+        packed: keep the blocks of a GGUF file in the linear layers and embeddings.
     """
     name = f"headrace_{next(_names)}"
     AttentionInterface.register(name, _without_holding(attention))
@@ -52,7 +56,7 @@ def load_weights(config: ModelConfig, hf_config: Any, dtype: torch.dtype, attent
     logger.info("reading the weights of %s", config.model)
     source, options = pretrained_source(config.model, config.revision)
     model: PreTrainedModel
-    with permanent_errors(config.model, "loaded"), quick_reads(config.model):
+    with permanent_errors(config.model, "loaded"), quick_reads(config.model), _packed_weights(config, dtype, packed):
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
             config=hf_config,
@@ -68,6 +72,14 @@ def load_weights(config: ModelConfig, hf_config: Any, dtype: torch.dtype, attent
         raise ModelLoadError(f"model {config.model!r} lacks {len(missing)} weights, the first is {missing[0]!r}")
     _check_class(config, type(model))  # code from the folder of the model is loaded only now
     return model.eval()
+
+
+def _packed_weights(config: ModelConfig, dtype: torch.dtype, packed: bool) -> AbstractContextManager[None]:
+    if not packed:
+        return nullcontext()
+    from headrace_engine.runner.models import grouped_loading  # imports gguf, which other models do not need
+
+    return grouped_loading.packed_weights(dtype, batch_invariant=config.batch_invariant)
 
 
 def check_architecture(config: ModelConfig, hf_config: Any) -> None:

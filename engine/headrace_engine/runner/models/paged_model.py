@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from headrace_engine.checkpoints.checkpoint import fingerprint
+from headrace_engine.checkpoints.checkpoint import fingerprint, is_gguf
 from headrace_engine.errors import ConfigError
 from headrace_engine.options.config import CacheConfig, ModelConfig
 from headrace_engine.runner import memory
@@ -25,7 +25,8 @@ from headrace_engine.runner.elementwise import native_ops
 from headrace_engine.runner.fused.decoder_stack import DecoderStack, stackable
 from headrace_engine.runner.fused.fusion import decoder_layers, fuse_decoder_layers
 from headrace_engine.runner.fused.short_forward import ShortForward
-from headrace_engine.runner.linear import int8_linear, native_linear, packed_linear
+from headrace_engine.runner.linear import grouped_linear, int8_linear, native_linear, packed_linear
+from headrace_engine.runner.linear.grouped_weight import FORMATS
 from headrace_engine.runner.linear.native_linear import NativeLinear
 from headrace_engine.runner.linear.packed_linear import PackedLinear
 from headrace_engine.runner.linear.prepared_linear import DeviceLinear, LinearKind, TritonLinear
@@ -71,11 +72,16 @@ class PagedModel:
         dtype = loading.resolve_dtype(config, hf_config, computes_bfloat16=computes_bfloat16)
         max_model_len = loading.resolve_max_model_len(config, hf_config)
         loading.check_architecture(config, hf_config)
+        keeps_blocks = (
+            packed and is_gguf(config.model) and config.quantization is None and grouped_linear.supported(dtype)
+        )
         with permanent_errors(config.model, "loaded"):  # the check reads the headers of the weights
-            memory.check_weights_fit(config.model, dtype)
+            memory.check_weights_fit(config.model, dtype, FORMATS if keeps_blocks else ())
         self._metadata: AttentionMetadata | None = None
         self._next_layer = 0
-        self._model: PreTrainedModel = loading.load_weights(config, hf_config, dtype, self._attention)
+        self._model: PreTrainedModel = loading.load_weights(
+            config, hf_config, dtype, self._attention, packed=keeps_blocks
+        )
         rope.fix_length_dependent_rope(self._model, config, max_model_len)
         with watch_weights(self._model) as read_weights:
             self._layout: ModelLayout = probe.inspect_model(self._model, max_model_len)
@@ -100,10 +106,12 @@ class PagedModel:
             dtype=str(dtype).removeprefix("torch."),
             device=device.type,
             attention=self._backend.name,
-            num_parameters=sum(parameter.numel() for parameter in self._model.parameters()),
+            num_parameters=sum(parameter.numel() for parameter in self._model.parameters())
+            + sum(weight.in_features * weight.out_features for weight in grouped_linear.grouped_weights(self._model)),
             weights=fingerprint(config.model, config.revision),
         )
         self.num_fused = self.num_packed = 0
+        self.num_grouped = len(grouped_linear.grouped_weights(self._model))
         self._stack: DecoderStack | None = None
         self._short_forward: ShortForward | None = None
         if packed:

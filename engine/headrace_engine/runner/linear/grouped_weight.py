@@ -1,0 +1,125 @@
+"""`GroupedWeight`: a weight in groups of few bits, in the layout of `grouped_weights.h`. Nothing is rounded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from headrace_engine.runner.linear import native_linear
+from headrace_engine.runner.native import native_library
+from headrace_engine.runner.native.huge_pages import HugePages
+
+_PAGES = HugePages()
+_COLUMNS = 16  # outputs of a strip
+_PART = 16 << 20  # bytes of the file that are packed before they are released
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedFormat:
+    """A block format of GGUF files."""
+
+    name: str
+    number: int
+    """In grouped_weights.h."""
+    block_inputs: int
+    file_bytes: int
+    """Of a block in the file."""
+
+
+_SIZES: Final = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
+FORMATS: Final = {name: GroupedFormat(name, number, *sizes) for number, (name, sizes) in enumerate(_SIZES.items())}
+"""The formats that are served as they are, by their name in GGUF."""
+
+
+class BadScaleError(ValueError):
+    """A scale is infinite or not a number."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(f"row {row} has a scale that is not finite")
+        self.row = row
+
+
+class GroupedWeight:
+    """The weight of a linear layer or of an embedding.
+
+    Args:
+        kind: the format of all blocks.
+        blocks: [out_features, bytes of a row], the rows of the file.
+        order: the row of the file for each output. None: the same order.
+        release: called with rows that are packed. It may release their memory.
+
+    Raises:
+        BadScaleError: a scale of the file is not finite.
+    """
+
+    def __init__(
+        self,
+        kind: GroupedFormat,
+        blocks: Bytes,
+        order: np.ndarray[Any, Any] | None = None,
+        *,
+        release: Callable[[Bytes], None] | None = None,
+    ) -> None:
+        assert blocks.dtype == np.uint8
+        assert blocks.flags.c_contiguous
+        self.format = kind
+        self.out_features = blocks.shape[0]
+        self.in_features = blocks.shape[1] // kind.file_bytes * kind.block_inputs
+        self.strips = _PAGES.empty((self._bytes(self.out_features),), torch.uint8)
+        step = self.out_features
+        if order is None:  # a part at a time: otherwise a large weight would be in memory twice
+            step = max(_PART // blocks.shape[1] // _COLUMNS, 1) * _COLUMNS
+        for first in range(0, self.out_features, step):
+            part = blocks[first : first + step]
+            self._pack(first, part, None if order is None else np.ascontiguousarray(order, np.int32))
+            if release is not None:
+                release(part)
+
+    def _bytes(self, outputs: int) -> int:
+        return int(native_linear.library().headrace_grouped_bytes(self.format.number, self.in_features, outputs))
+
+    def _pack(self, first: int, blocks: Bytes, order: np.ndarray[Any, Any] | None) -> None:
+        bad_row = native_linear.library().headrace_pack_blocks(
+            self.format.number,
+            torch.get_num_threads(),
+            self.in_features,
+            len(blocks),
+            blocks.ctypes.data,
+            None if order is None else order.ctypes.data,
+            self.strips.data_ptr() + self._bytes(first),
+        )
+        if bad_row >= 0:
+            raise BadScaleError(first + bad_row)
+
+    def rows(self, outputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantise the rows of these outputs: int64 [count] -> [count, in_features]."""
+        outputs = outputs.contiguous()
+        out = torch.empty((len(outputs), self.in_features), dtype=dtype)
+        native_linear.library().headrace_unpack_rows(
+            self.format.number,
+            native_library.DTYPES[dtype],
+            torch.get_num_threads(),
+            self.in_features,
+            self.strips.data_ptr(),
+            outputs.data_ptr(),
+            len(outputs),
+            out.data_ptr(),
+        )
+        return out
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantise all rows: [out_features, in_features]."""
+        return self.rows(torch.arange(self.out_features), dtype)

@@ -1,0 +1,195 @@
+"""Loads GGUF files without dequantising their matrices: linear layers and embeddings keep the blocks of the file.
+
+transformers builds the model, maps names, and loads all other tensors. It is given a reader that does not show the
+tensors that are packed here. Not packed are: types without a kernel, weights of other modules, and weights that
+transformers changes in another way than in the order of rows.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.quantizers import auto
+
+from headrace_engine.checkpoints.gguf_reader import HeaderReader
+from headrace_engine.errors import ModelLoadError
+from headrace_engine.runner.linear.grouped_linear import GroupedLinear, replace_embedding
+from headrace_engine.runner.linear.grouped_weight import FORMATS, BadScaleError, GroupedWeight
+from headrace_engine.runner.memory import release_pages
+
+logger = logging.getLogger(__name__)
+
+_FLOATS = {"F32", "F16", "BF16", "F64"}
+
+
+@contextmanager
+def packed_weights(dtype: torch.dtype, *, batch_invariant: bool) -> Iterator[None]:
+    """Let transformers' `from_pretrained` keep the blocks of a GGUF file in the model that it loads."""
+    original = auto.AUTO_QUANTIZER_MAPPING.get("gguf")
+    if original is None:  # an older transformers, which dequantises
+        yield
+        return
+
+    class Loader(original):  # type: ignore[valid-type, misc]
+        """Packs weights before transformers loads the others."""
+
+        def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+            super()._process_model_before_weight_loading(model, **kwargs)
+            self._packed: set[str] = set()
+            if not self.supported:  # otherwise transformers has maps of its own for this architecture
+                self._packed = _Packer(model, kwargs["checkpoint_files"][0], dtype, batch_invariant).pack()
+
+        def update_dtype(self, dtype: torch.dtype | None) -> Any:
+            if self.supported or dtype is None:
+                return super().update_dtype(dtype)
+            self.dtype = dtype  # without transformers' advice to take float32 for its own kernels
+            return dtype
+
+        def get_state_dict(self, checkpoint_file: str, model: PreTrainedModel) -> Any:
+            with _without(self._packed):
+                return super().get_state_dict(checkpoint_file, model)
+
+    auto.AUTO_QUANTIZER_MAPPING["gguf"] = Loader
+    try:
+        yield
+    finally:
+        auto.AUTO_QUANTIZER_MAPPING["gguf"] = original
+
+
+@contextmanager
+def _without(names: set[str]) -> Iterator[None]:
+    """Hide tensors of GGUF files from transformers, which would dequantise them."""
+
+    class Reader(HeaderReader):
+        def __init__(self, path: str) -> None:
+            super().__init__(path)
+            self.tensors: list[Any] = [tensor for tensor in self.tensors if tensor.name not in names]
+            # The configuration is known already: the vocabulary needs no list of 262,144 elements.
+            self.fields.update((name, field._replace(data=field.data[:1])) for name, field in self.fields.items())
+
+    original, gguf.GGUFReader = gguf.GGUFReader, Reader
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = original
+
+
+class _Packer:
+    """Replaces the modules of a model without weights by those that hold the blocks of a file."""
+
+    def __init__(self, model: PreTrainedModel, path: str, dtype: torch.dtype, batch_invariant: bool) -> None:
+        self._model = model
+        self._path = Path(path)
+        self._dtype = dtype
+        self._batch_invariant = batch_invariant
+        self._file = HeaderReader(path)
+        architecture = self._file.fields["general.architecture"].contents()
+        self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
+
+    def pack(self) -> set[str]:
+        """Return the names of the tensors that are packed."""
+        packed: set[str] = set()
+        if self._file.byte_order == "S":  # of another byte order than this machine: numpy converts it
+            return packed
+        names = get_gguf_hf_weights_map(self._model, self._processor)
+        dense: Counter[str] = Counter()
+        for tensor in self._file.tensors:
+            name, kind = names.get(tensor.name, ""), tensor.tensor_type.name
+            order = self._order_of_rows(tensor, name)
+            if order is None:
+                if kind not in _FLOATS and name:
+                    dense[kind] += int(tensor.n_elements)
+                continue
+            self._replace(name.removesuffix(".weight"), self._read(tensor, name, order))
+            packed.add(tensor.name)
+        self._warn(dense)
+        return packed
+
+    def _warn(self, dense: Counter[str]) -> None:
+        if not dense:
+            return
+        size = sum(dense.values()) * self._dtype.itemsize / 2**20
+        logger.warning(
+            "tensors of type %s are dequantised, and take %.0f MiB; kept packed in linear layers and embeddings are %s",
+            ", ".join(sorted(dense)),
+            size,
+            ", ".join(FORMATS),
+        )
+
+    def _order_of_rows(self, tensor: Any, name: str) -> Any:
+        """Return the row of the file for each output of a weight that can stay packed, otherwise None."""
+        if tensor.tensor_type.name not in FORMATS or not name.endswith(".weight") or len(tensor.shape) != 2:
+            return None
+        try:
+            module = self._model.get_submodule(name.removesuffix(".weight"))
+        except AttributeError:
+            return None
+        if type(module) is not nn.Linear and not isinstance(module, nn.Embedding):
+            return None
+        tied = [other for other, source in self._model.all_tied_weights_keys.items() if source == name]
+        if any(type(self._model.get_submodule(other.rpartition(".")[0])) is not nn.Linear for other in tied):
+            return None
+        return self._processed_order(tensor)
+
+    def _processed_order(self, tensor: Any) -> Any:
+        """Find out what transformers does to a weight: it is given the numbers of rows and columns instead."""
+        rows = int(tensor.shape[1])
+        numbers = np.arange(2 * rows, dtype=np.float64).reshape(rows, 2)
+        try:
+            result = self._processor.process(
+                weights=numbers, name=tensor.name, tensor_key_mapping={}, parsed_parameters={"tensors": {}}
+            )
+        except (ValueError, KeyError, TypeError, IndexError):
+            return None  # it needs the real columns
+        found = result.weights
+        if result.name != tensor.name or found.shape != numbers.shape:
+            return None
+        order = found[:, 0] / 2
+        whole = np.array_equal(np.sort(order), np.arange(rows)) and np.array_equal(found[:, 1], found[:, 0] + 1)
+        return order.astype(np.int32) if whole else None
+
+    def _read(self, tensor: Any, name: str, order: Any) -> GroupedWeight:
+        columns, rows = (int(size) for size in tensor.shape)
+        module: Any = self._model.get_submodule(name.removesuffix(".weight"))
+        expected = tuple(module.weight.shape)
+        if (rows, columns) != expected:
+            raise ModelLoadError(
+                f"tensor {tensor.name!r} of {self._path.name} has {rows} rows of {columns} values, but the "
+                f"configuration in the file needs {expected[0]} rows of {expected[1]}: convert the model again"
+            )
+        permuted = not np.array_equal(order, np.arange(rows))
+        try:
+            return GroupedWeight(
+                FORMATS[tensor.tensor_type.name], tensor.data, order if permuted else None, release=release_pages
+            )
+        except BadScaleError as error:
+            raise ModelLoadError(
+                f"tensor {tensor.name!r} of {self._path.name} cannot be used: {error}, so its weights would be "
+                "infinite or NaN; fetch or convert the file again"
+            ) from error
+
+    def _replace(self, name: str, weight: GroupedWeight) -> None:
+        module = self._model.get_submodule(name)
+        if isinstance(module, nn.Embedding):
+            replace_embedding(module, weight, self._dtype)
+        else:
+            self._replace_linear(name, weight)
+        tied = self._model.all_tied_weights_keys
+        for other in [other for other, source in tied.items() if source == f"{name}.weight"]:
+            self._replace_linear(other.rpartition(".")[0], weight)
+            del tied[other]
+
+    def _replace_linear(self, name: str, weight: GroupedWeight) -> None:
+        parent, _, child = name.rpartition(".")
+        bias: Any = self._model.get_submodule(name).bias
+        layer = GroupedLinear([weight], bias, self._dtype, batch_invariant=self._batch_invariant)
+        setattr(self._model.get_submodule(parent), child, layer)

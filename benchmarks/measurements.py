@@ -33,7 +33,7 @@ class Setup:
     model: str
     dtype: str
     workload: str
-    rate: float  # requests a second
+    rate: float  # requests per second
     quantization: str | None
     kv_cache_dtype: str
     enable_prefix_caching: bool = True

@@ -221,7 +221,7 @@ class TenantFamilies:
 
 
 class EngineFamilies:
-    """The step loop and its memory, reported once a step. `steps` makes the families that only some engines report."""
+    """The step loop and its memory, reported once per step. `steps` makes families that only some engines report."""
 
     def __init__(self, make: FamilyFactory, steps: FamilyFactory, sets: labels.LabelSets) -> None:
         self.up = make.gauge("engine_up", "1 while the engine process runs and answers.")
@@ -279,7 +279,7 @@ class EngineFamilies:
 
 
 class DraftFamilies:
-    """Speculative decoding, reported by the engine once a step."""
+    """Speculative decoding, reported by the engine once per step."""
 
     def __init__(self, steps: FamilyFactory) -> None:
         self.drafted = steps.counters(

@@ -1,4 +1,4 @@
-"""The limits of API keys: requests and tokens a minute, bytes kept in Redis, and bytes of bodies in this process."""
+"""The limits of API keys: requests and tokens per minute, bytes kept in Redis, and bytes of bodies in this process."""
 
 import asyncio
 import math
@@ -41,7 +41,7 @@ logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 
 class RateLimits:
-    """Requests and tokens a minute of each API key, shared by all replicas through Redis.
+    """Requests and tokens per minute of each API key, shared by all replicas through Redis.
 
     Each limit is a token bucket with a capacity of one minute. An admitted request takes one from the bucket of
     requests for each of its choices. Its tokens are charged to the bucket of tokens after they were read, so that
@@ -177,7 +177,7 @@ class StoredBytes:
 
     Args:
         client: from the broker's `connections.connect_async`.
-        bound: bytes of one tenant; at most a quarter of Redis's `maxmemory` counts.
+        bound: bytes that one tenant may keep, lowered to a quarter of Redis's `maxmemory` if that is less.
     """
 
     def __init__(self, client: "redis.asyncio.Redis", bound: int) -> None:

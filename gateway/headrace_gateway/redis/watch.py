@@ -28,7 +28,7 @@ logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 
 class RedisWatch:
-    """Checks Redis once a second. Other threads may call its probes."""
+    """Checks Redis periodically. Other threads may call its probes."""
 
     def __init__(self, metrics: GatewayMetrics) -> None:
         self._metrics: Final = metrics

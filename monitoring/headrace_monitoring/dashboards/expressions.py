@@ -33,13 +33,13 @@ def selected(expression: str) -> str:
 
 
 def rate(metric: str, by: str = "", where: str = "") -> str:
-    """Return the events a second, summed over workers or replicas of the gateway."""
+    """Return the events per second, summed over workers or replicas of the gateway."""
     processes = "@gateway" if metric.startswith("gateway_") else "@"
     return f"sum{_by(by)}(rate(headrace_{metric}{{{processes}{where}}}[$__rate_interval]))"
 
 
 def rate_by(metric: str, label: str, where: str = "") -> Query:
-    """Return the events a second for each value of a label."""
+    """Return the events per second for each value of a label."""
     return rate(metric, label, where), f"{{{{{label}}}}}"
 
 

@@ -71,7 +71,7 @@ class InFlight:
         self._publisher = Publisher(writer, metrics)
         self._max_num_seqs = max_num_seqs
         self._num_reserved = min(max(1, max_num_seqs // _RESERVED_SHARE), max_num_seqs - 1)
-        """Number of reserved slots. A request with more choices than this is large, and leaves them to others."""
+        """Number of reserved slots. A request with more choices is large, and leaves these slots to others."""
         self._jobs: dict[str, Job] = {}
         self._ending: dict[Attempt, tuple[Job, FinishReason, GenerateResult]] = {}
         """Complete jobs whose end of the stream is not in Redis yet."""

@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 formats = pytest.mark.parametrize("kind", SIZES)
-INTEGERS = 1  # in linear.h
+INTEGERS, UNPACKED = 1, 2  # in linear.h
 LESSER_PROCESSORS = ["-mno-amx-bf16", "-mno-avx512vnni", "-mno-avx512f", "-mno-avx512f -mno-avxvnni"]
 
 
@@ -141,9 +141,13 @@ def integer_products(kind: str, blocks: Blocks, x: Any) -> Any:
 
 
 def by_integers(kernels: ctypes.CDLL, layer: GroupedLinear, x: torch.Tensor, threads: int) -> torch.Tensor:
+    return product(kernels, layer, x, threads, INTEGERS)
+
+
+def product(kernels: ctypes.CDLL, layer: GroupedLinear, x: torch.Tensor, threads: int, driver: int) -> torch.Tensor:
     out = torch.empty(len(x), layer.out_features)
     args = layer.args()
-    args.driver, args.threads, args.rows = INTEGERS, threads, len(x)
+    args.driver, args.threads, args.rows = driver, threads, len(x)
     args.x, args.x_stride, args.out, args.out_stride = x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)
     assert kernels.headrace_linear(ctypes.byref(args)) == 0
     return out
@@ -173,6 +177,7 @@ def test_lesser_processors_give_the_same_bits(kind: str, without: str) -> None:
     expected = by_integers(native_linear.library(), layer, x, 2)
     for count in (1, 2, 3, 4, 7, 70):
         assert torch.equal(by_integers(lesser, layer, x[:count], 2), expected[:count])
+    assert torch.equal(product(lesser, layer, x, 2, UNPACKED), NativeLinear(layer.dense(), None)(x))
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K"])

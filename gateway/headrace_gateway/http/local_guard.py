@@ -48,7 +48,7 @@ class LocalGuard:
         # every browser sends the Host header
         if host and host not in self._hosts and not _is_loopback(host):
             message = (
-                f"the gateway has no API keys and accepts only names of this machine as Host, not by {host[:100]!r}; "
+                f"the gateway has no API keys and accepts only names of this machine as Host, got {host[:100]!r}; "
                 "start it with --keys, or allow the origin with --allow-origin"
             )
             return ApiError(403, "permission_error", GatewayCode.HOST_NOT_ALLOWED, message)

@@ -158,7 +158,7 @@ def without_vocabulary() -> Iterator[None]:
     """Let transformers read the configuration and weights of GGUF files by `HeaderReader`.
 
     transformers takes the class from the `gguf` package at each load, and has no argument for another one. It also
-    makes a map of names for each module of a model, always the same one: here it is made once.
+    builds the same map of tensor names again for each module of a model. That map is cached here.
     """
     name_map = gguf.get_tensor_name_map
     gguf.GGUFReader, gguf.get_tensor_name_map = HeaderReader, functools.cache(name_map)

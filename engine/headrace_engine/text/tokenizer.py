@@ -177,11 +177,12 @@ class PromptLength:
 
 
 def _is_local(normaliser: dict[str, object]) -> bool:
+    """Whether the tokens of a beginning do not depend on the rest of the text, except for its last characters."""
     if normaliser["type"] == "Sequence":
         parts = normaliser["normalizers"]
         assert isinstance(parts, list)
         return all(_is_local(part) for part in parts)
-    if normaliser["type"] == "Replace":  # local for a fixed text; a regular expression may match up to the end
+    if normaliser["type"] == "Replace":  # a regular expression may match up to the end of the text
         pattern = normaliser["pattern"]
         return isinstance(pattern, dict) and isinstance(pattern.get("String"), str) and len(pattern["String"]) < 256
     return normaliser["type"] in _LOCAL_NORMALISERS

@@ -51,7 +51,8 @@ def fuse_decoder_layers(
     """Replace the layers that can be fused. Return their number.
 
     Args:
-        model: on its final device, with its original linear layers and with an attention function of its own.
+        model: on its final device, with its original linear layers. No other model may use its registered attention
+            function, since a probe replaces that for a moment.
         keep: linear layers whose weights the code of the model reads.
         linear: the class of the projections of fused layers.
     """

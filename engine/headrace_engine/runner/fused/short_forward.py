@@ -86,7 +86,8 @@ class _StandIn(nn.Module):
 
 @torch.inference_mode()
 def _computes_the_same(short: ShortForward, stand_in: _StandIn, model: PreTrainedModel, max_model_len: int) -> bool:
-    """Whether layers and head get the same inputs, and the model returns the output of its head unchanged.
+    """Whether `short` gives the layers and the head the inputs that the model's own code gives them, and the model
+    returns the output of its head unchanged.
 
     To find out, the output of the head is replaced by numbers so large that any cap or scale would change them.
     """

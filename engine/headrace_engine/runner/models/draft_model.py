@@ -1,7 +1,7 @@
 """A smaller model that drafts the next tokens of the served one.
 
 It has its own K/V memory, with the same block ids, so the scheduler allocates blocks once for both models. In every
-step it first computes the tokens that the served model has computed, then continues alone, one token at a time. It
+step it first computes the K/V of the tokens that the served model has computed. Then it drafts, one token at a time. It
 draws with the parameters of the request and the same u for each position. So both models draw the same token if their
 distributions are equal.
 """

@@ -8,6 +8,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,8 @@ from headrace_monitoring.logging import frames
 from headrace_wire.codes import GatewayCode
 
 Value = TypeVar("Value")
+_PAUSES: Final = 2.0
+"""Seconds of pause per second of an owner's turn."""
 _NICENESS: Final = 5
 """On a processor that the event loop needs too, the process then gets about a third."""
 
@@ -48,10 +51,16 @@ class BodyProcess:
     async def turn(self, owner: Hashable) -> AsyncIterator[None]:
         """Wait until the owner's earlier large bodies have left this block, then run the block.
 
-        So at most one large body of an owner is being read or submitted, however many bodies the owner sends.
+        So at most one large body of an owner is being read or submitted, however many bodies the owner sends. The next
+        one waits twice as long as the block took, so that two thirds of the time are left to others.
         """
-        async with self._turns[owner]:
+        turn = self._turns[owner]
+        await turn.acquire()
+        began = time.monotonic()
+        try:
             yield
+        finally:
+            asyncio.get_running_loop().call_later(_PAUSES * (time.monotonic() - began), turn.release)
 
     async def run(self, owner: Hashable, raw: bytes, act: Callable[[bytes], Value]) -> Value:
         """Return the result of `act(raw)` in the process. Raises the ApiError of `act`, or 500 if the process died."""

@@ -13,7 +13,7 @@ from headrace_gateway.errors import invalid
 from headrace_gateway.requests.call import Call
 from headrace_wire.codes import ErrorCode
 
-OWN_BYTES: Final = 512 * 2**10
+OWN_BYTES: Final = 256 * 2**10
 """Allowed besides the prompt, for example for tools and grammars."""
 TOKEN_BYTES: Final = 64
 """Allowed per token of the context. Most tokens have 3 to 8 bytes; only long runs of spaces or line ends have more."""

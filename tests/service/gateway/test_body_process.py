@@ -1,8 +1,10 @@
 """Large bodies are parsed in a process of their own, with the same outcome as small ones."""
 
+import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -81,3 +83,18 @@ async def test_a_process_that_dies_fails_one_body_and_is_replaced(bodies: BodyPr
         await body.read(kill)
     assert raised.value.status == 500
     assert await body.read(pid_of) != os.getpid()
+
+
+async def test_after_a_body_its_owner_waits_twice_as_long_and_others_do_not(bodies: BodyProcess) -> None:
+    async with bodies.turn("a"):
+        await asyncio.sleep(0.05)
+        ended = time.monotonic()
+    waiting = asyncio.create_task(wait_for_turn(bodies, "a"))
+    await wait_for_turn(bodies, "b")
+    assert not waiting.done() or time.monotonic() - ended > 0.09
+    assert await waiting - ended > 0.09
+
+
+async def wait_for_turn(bodies: BodyProcess, owner: str) -> float:
+    async with bodies.turn(owner):
+        return time.monotonic()

@@ -141,7 +141,7 @@ async def test_a_request_far_larger_than_the_context_is_not_stored(
     async with running_app(redis_server.url) as (_, http):
         refused = await http.post(path, json={"model": "tiny", **prompt})
         assert refused.status_code == 400
-        assert "must have at most 588224 bytes, got 10" in refused.json()["error"]["message"]
+        assert "must have at most 326080 bytes, got 10" in refused.json()["error"]["message"]
     assert not redis_client.keys("headrace:gw:stored:*")
     assert not redis_client.llen("headrace.tiny")
 

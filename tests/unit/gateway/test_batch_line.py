@@ -61,10 +61,10 @@ def test_a_body_is_read_as_its_endpoint_reads_it() -> None:
 
 def test_a_line_far_larger_than_the_context_of_its_model_is_refused() -> None:
     line = read(url="/v1/completions", body={**COMPLETION, "prompt": ["x", "y" * 600_000]})
-    with pytest.raises(ApiError, match=r"at most 530688 bytes.* 100 tokens") as refused:
+    with pytest.raises(ApiError, match=r"at most 268544 bytes.* 100 tokens") as refused:
         read_call(line.raw, model(), None)
     assert refused.value.code == "context_length_exceeded"
-    read_call(line.raw, replace(model(), max_model_len=2000), None)
+    read_call(line.raw, replace(model(), max_model_len=9000), None)
 
 
 def test_the_id_of_an_answer_names_one_request() -> None:

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -20,13 +21,15 @@ from engine.tiny_models import TinyModel
 from headrace_engine import LLM, SamplingParams
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
-from headrace_engine.errors import ModelLoadError
+from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.options.engine_args import EngineArgs
 from headrace_engine.requests.request import EngineCoreRequest
+from headrace_engine.runner import memory
 from headrace_engine.runner.cpu import CPURunner
 from headrace_engine.runner.fused.decoder_stack import DecoderStack
 from headrace_engine.runner.linear import grouped_linear
 from headrace_engine.runner.linear.grouped_linear import GroupedEmbedding, GroupedLinear
+from headrace_engine.runner.linear.grouped_weight import FORMATS
 
 pytestmark = [
     pytest.mark.rotated(
@@ -140,9 +143,36 @@ def test_one_call_computes_all_layers_and_a_tied_head_shares_its_weight(tmp_path
 def test_int8_and_types_without_a_kernel_are_dequantised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_model(tmp_path / "tiny.gguf", "llama", lambda _: "Q8_0")
     assert not grouped_linear.grouped_weights(load(path, "bfloat16", quantization="int8"))
+    assert "the GGUF file is dequantised: its weights become int8" in caplog.text
+    caplog.clear()
     with caplog.at_level(logging.WARNING, "headrace_engine"):
         load(path)
     assert "dequantised" not in caplog.text
+
+
+def test_a_machine_without_kernels_dequantises_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_model(tmp_path / "tiny.gguf", "llama", lambda _: "Q8_0")
+    monkeypatch.setattr(grouped_linear, "supported", lambda _: False)
+    assert not grouped_linear.grouped_weights(load(path))
+    assert "the GGUF file is dequantised: this machine has no compiled kernels for packed weights" in caplog.text
+
+
+def test_experts_are_counted_with_the_memory_that_they_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "experts.gguf"
+    writer = gguf.GGUFWriter(path, "qwen3moe")
+    blocks = np.zeros((4, 32, 144), np.uint8)  # 4 experts, 32 rows of 256 weights
+    writer.add_tensor("blk.0.ffn_gate_exps.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    monkeypatch.setattr(memory, "available_memory", lambda: 2 * 4 * 32 * 256 - 1)
+    with pytest.raises(ConfigError, match="of memory are free"):
+        memory.check_weights_fit(str(path), torch.bfloat16, FORMATS)
+    monkeypatch.setattr(memory, "available_memory", lambda: 2 * 4 * 32 * 256)
+    memory.check_weights_fit(str(path), torch.bfloat16, FORMATS)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K_M"])

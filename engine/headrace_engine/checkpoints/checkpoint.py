@@ -1,6 +1,6 @@
 """Finds the files of a model, and identifies its weights.
 
-A model is a folder, a hub name, or one GGUF file, which transformers dequantises.
+A model is a folder, a hub name, or one GGUF file.
 """
 
 import difflib

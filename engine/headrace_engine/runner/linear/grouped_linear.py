@@ -112,8 +112,9 @@ class GroupedEmbedding(nn.Embedding):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  # the name in nn.Embedding
         """[...] -> [..., embedding_dim]."""
-        ids = input.reshape(-1)
-        assert not len(ids) or 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings, "a token id is out of range"
+        ids = input.reshape(-1).long()
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
+            raise IndexError(f"token ids must be from 0 to {self.num_embeddings - 1}, got {ids.min()} to {ids.max()}")
         return self.grouped.rows(ids, self.grouped_dtype).view(*input.shape, -1)
 
 

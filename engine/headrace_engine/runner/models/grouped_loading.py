@@ -22,6 +22,7 @@ from transformers.quantizers import auto
 
 from headrace_engine.checkpoints.gguf_reader import HeaderReader
 from headrace_engine.errors import ModelLoadError
+from headrace_engine.runner.linear import grouped_linear
 from headrace_engine.runner.linear.grouped_linear import GroupedLinear, replace_embedding
 from headrace_engine.runner.linear.grouped_weight import FORMATS, BadScaleError, GroupedWeight
 from headrace_engine.runner.memory import release_pages
@@ -31,25 +32,37 @@ logger = logging.getLogger(__name__)
 _FLOATS = {"F32", "F16", "BF16", "F64"}
 
 
+def reason_to_dequantise(path: str, dtype: torch.dtype) -> str | None:
+    """Return why the blocks of a GGUF file cannot be kept; None if they can. The reader's errors pass through."""
+    if not grouped_linear.supported(dtype):
+        return f"this machine has no compiled kernels for packed weights in {str(dtype).removeprefix('torch.')}"
+    if "gguf" not in auto.AUTO_QUANTIZER_MAPPING:
+        return "this version of transformers cannot leave tensors out"
+    from transformers.integrations.gguf.utils import is_gguf_arch_supported  # absent where the quantizer is
+
+    file = HeaderReader(path)
+    if file.byte_order == "S":
+        return "its byte order is not that of this machine"
+    architecture = file.fields["general.architecture"].contents()
+    if is_gguf_arch_supported(architecture):
+        return f"transformers maps the tensors of the architecture {architecture} in another way"
+    return None
+
+
 @contextmanager
 def packed_weights(dtype: torch.dtype, *, batch_invariant: bool) -> Iterator[None]:
-    """Let transformers' `from_pretrained` keep the blocks of a GGUF file in the model that it loads."""
-    original = auto.AUTO_QUANTIZER_MAPPING.get("gguf")
-    if original is None:  # an older transformers, which dequantises
-        yield
-        return
+    """Let transformers' `from_pretrained` keep the blocks of a GGUF file for which `reason_to_dequantise` is None."""
+    original = auto.AUTO_QUANTIZER_MAPPING["gguf"]
 
     class Loader(original):  # type: ignore[valid-type, misc]
         """Packs weights before transformers loads the others."""
 
         def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
             super()._process_model_before_weight_loading(model, **kwargs)
-            self._packed: set[str] = set()
-            if not self.supported:  # otherwise transformers has maps of its own for this architecture
-                self._packed = _Packer(model, kwargs["checkpoint_files"][0], dtype, batch_invariant).pack()
+            self._packed = _Packer(model, kwargs["checkpoint_files"][0], dtype, batch_invariant).pack()
 
         def update_dtype(self, dtype: torch.dtype | None) -> Any:
-            if self.supported or dtype is None:
+            if dtype is None:
                 return super().update_dtype(dtype)
             self.dtype = dtype  # without transformers' advice to take float32 for its own kernels
             return dtype
@@ -98,15 +111,13 @@ class _Packer:
     def pack(self) -> set[str]:
         """Return the names of the tensors that are packed."""
         packed: set[str] = set()
-        if self._file.byte_order == "S":  # of another byte order than this machine: numpy converts it
-            return packed
         names = get_gguf_hf_weights_map(self._model, self._processor)
         dense: Counter[str] = Counter()
         for tensor in self._file.tensors:
             name, kind = names.get(tensor.name, ""), tensor.tensor_type.name
             order = self._order_of_rows(tensor, name)
             if order is None:
-                if kind not in _FLOATS and name:
+                if kind not in _FLOATS:
                     dense[kind] += int(tensor.n_elements)
                 continue
             self._replace(name.removesuffix(".weight"), self._read(tensor, name, order))
@@ -119,7 +130,7 @@ class _Packer:
             return
         size = sum(dense.values()) * self._dtype.itemsize / 2**20
         logger.warning(
-            "tensors of type %s are dequantised, and take %.0f MiB; kept packed in linear layers and embeddings are %s",
+            "some tensors of type %s are dequantised, to %.0f MiB: packed stay %s in linear layers and embeddings",
             ", ".join(sorted(dense)),
             size,
             ", ".join(FORMATS),

@@ -8,6 +8,7 @@ import itertools
 import logging
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from headrace_engine.checkpoints.checkpoint import pretrained_source, quick_reads, unreadable
+from headrace_engine.checkpoints.checkpoint import is_gguf, pretrained_source, quick_reads, unreadable
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.options.config import FITTING_LENGTH, ModelConfig
 from headrace_engine.runner.models import generation, rope
@@ -74,6 +75,20 @@ def load_weights(
     return model.eval()
 
 
+def keeps_blocks(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether the matrices of a GGUF file stay packed. Logs why they do not. The reader's errors pass through."""
+    if not is_gguf(config.model) or not Path(config.model).is_file():
+        return False
+    from headrace_engine.runner.models import grouped_loading  # imports gguf, which other models do not need
+
+    reason = grouped_loading.reason_to_dequantise(config.model, dtype)
+    if config.quantization is not None:
+        reason = f"its weights become {config.quantization}"
+    if reason is not None:
+        logger.warning("the GGUF file is dequantised: %s", reason)
+    return reason is None
+
+
 def _packed_weights(config: ModelConfig, dtype: torch.dtype, packed: bool) -> AbstractContextManager[None]:
     if not packed:
         return nullcontext()
@@ -92,7 +107,7 @@ def check_architecture(config: ModelConfig, hf_config: Any) -> None:
     if method is not None:
         raise ModelLoadError(
             f"model {config.model!r} is quantised with {method}, which is not supported; served are plain safetensors "
-            "weights and GGUF files (dequantised at load)"
+            "weights and GGUF files"
         )
     if getattr(hf_config, "is_encoder_decoder", False):
         raise ModelLoadError(

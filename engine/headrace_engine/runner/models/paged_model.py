@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from headrace_engine.checkpoints.checkpoint import fingerprint, is_gguf
+from headrace_engine.checkpoints.checkpoint import fingerprint
 from headrace_engine.errors import ConfigError
 from headrace_engine.options.config import CacheConfig, ModelConfig
 from headrace_engine.runner import memory
@@ -72,10 +72,8 @@ class PagedModel:
         dtype = loading.resolve_dtype(config, hf_config, computes_bfloat16=computes_bfloat16)
         max_model_len = loading.resolve_max_model_len(config, hf_config)
         loading.check_architecture(config, hf_config)
-        keeps_blocks = (
-            packed and is_gguf(config.model) and config.quantization is None and grouped_linear.supported(dtype)
-        )
-        with permanent_errors(config.model, "loaded"):  # the check reads the headers of the weights
+        with permanent_errors(config.model, "loaded"):  # the checks read the headers of the weights
+            keeps_blocks = packed and loading.keeps_blocks(config, dtype)
             memory.check_weights_fit(config.model, dtype, FORMATS if keeps_blocks else ())
         self._metadata: AttentionMetadata | None = None
         self._next_layer = 0

@@ -26,7 +26,7 @@ from headrace_engine.runner.static.group import Kind
 from headrace_engine.runner.static.runner import StaticPagedRunner
 from headrace_engine.runner.static.shapes import Shape, empty_inputs
 
-pytestmark = pytest.mark.rotated_file("engine/headrace_engine/runner/static")
+pytestmark = pytest.mark.rotated_file("engine/headrace_engine/runner/static", "docs/neuron.md")
 
 
 class Traced:

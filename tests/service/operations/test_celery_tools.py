@@ -26,7 +26,7 @@ from service.workers.service import QUEUE, Service
 
 __all__ = ["model_folder"]
 
-pytestmark = pytest.mark.rotated_file
+pytestmark = pytest.mark.rotated_file("docs/enqueue.md")
 
 INSPECT = [
     "active",

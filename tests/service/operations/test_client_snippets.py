@@ -20,7 +20,7 @@ from service.redis_users import ServerWithUsers, url_of
 from service.workers.conftest import model_folder
 from service.workers.service import Service
 
-pytestmark = pytest.mark.rotated_file("examples", "README.md")
+pytestmark = pytest.mark.rotated_file("examples", "README.md", "docs/enqueue.md", "docs/quickstart.md", "docs/wire.md")
 
 __all__ = ["model_folder"]
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING
 
+from engine.greedy_runs import greedy_tokens
 from engine.model_families import FAMILIES, REFUSED, VOCAB_SIZE
 from engine.model_table import render
 from engine.tiny_models import TinyModel, save_model
@@ -22,8 +23,6 @@ from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
 from headrace_engine.errors import ModelLoadError
 from headrace_engine.options.engine_args import EngineArgs
-from headrace_engine.requests.request import EngineCoreRequest
-from headrace_engine.requests.sampling_params import SamplingParams
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 MAX_MODEL_LEN = 96
@@ -51,24 +50,9 @@ def core_for(folder: Path, **options: Any) -> EngineCore:
 def test_chunks_preemptions_and_cache_hits_leave_every_token_as_transformers_has_it(name: str, tmp_path: Path) -> None:
     model = TinyModel(name, str(tmp_path), save_model(name, tmp_path))
     core = core_for(tmp_path, attention_backend="native", num_blocks=11, max_num_batched_tokens=19, max_num_seqs=6)
-    tokens: dict[str, list[int]] = {}
-    preemptions = hits = 0
-    for index, (prompt, max_tokens) in enumerate(workload()):
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        core.add_request(
-            EngineCoreRequest(request_id=str(index), prompt_token_ids=prompt, sampling_params=params, seed=0)
-        )
-    while core.has_work():
-        result = core.step()
-        preemptions += result.stats.preemptions
-        hits += result.stats.prefix_hit_tokens
-        for news in result.outputs:
-            tokens.setdefault(news.request_id, []).extend(news.new_token_ids)
-    core.check_integrity()
-    assert preemptions >= 1
-    assert hits >= 48
+    tokens = greedy_tokens(core, workload(), least_hits=48)
     expected = [model.generate(prompt, max_tokens) for prompt, max_tokens in workload()]
-    assert [tokens[str(index)] for index in range(len(expected))] == expected
+    assert tokens == expected
     assert len({tuple(output) for output in expected}) > len(expected) / 2, "a model that says one thing proves nothing"
 
 

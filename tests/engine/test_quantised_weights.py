@@ -12,33 +12,13 @@ import pytest
 import torch
 import transformers
 
+from engine.gguf_files import gguf_name
 from engine.model_families import COMMON
 from engine.tiny_models import save_tokenizer
 from headrace_engine import LLM, SamplingParams
 from headrace_engine.core.runner_factory import create_runner
 from headrace_engine.errors import ModelLoadError
 from headrace_engine.options.engine_args import EngineArgs
-
-_NAMES = {
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
-    "o_proj": "attn_output",
-    "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-
-
-def _gguf_name(name: str) -> str:
-    if name.startswith("model.layers."):
-        _, _, layer, *_, module, kind = name.split(".")
-        return f"blk.{layer}.{_NAMES[module]}.{kind}"
-    return {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}.get(
-        name, "output.weight"
-    )
 
 
 def write_gguf(folder: Path) -> Path:
@@ -70,9 +50,9 @@ def write_gguf(folder: Path) -> Path:
         values = tensor.normal_(std=0.4).float().numpy() if tensor.dim() > 1 else tensor.float().numpy()
         if tensor.dim() > 1:
             packed = gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0)
-            writer.add_tensor(_gguf_name(name), packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(gguf_name(name), packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
         else:
-            writer.add_tensor(_gguf_name(name), values.astype(np.float32))
+            writer.add_tensor(gguf_name(name), values.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

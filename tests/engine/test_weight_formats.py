@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from engine.gguf_files import SIZES, Blocks, write_model
+from engine.greedy_runs import greedy_tokens
 from engine.lora_adapters import make_adapter
 from engine.tiny_models import TinyModel
 from headrace_engine import LLM, SamplingParams
@@ -23,7 +24,6 @@ from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.options.engine_args import EngineArgs
-from headrace_engine.requests.request import EngineCoreRequest
 from headrace_engine.runner import memory
 from headrace_engine.runner.cpu import CPURunner
 from headrace_engine.runner.fused.decoder_stack import DecoderStack
@@ -89,23 +89,7 @@ def generate(path: Path, dtype: str = "float32") -> list[list[int]]:
     }
     config = EngineArgs(model=str(path), dtype=dtype, attention_backend="native", **options).create_engine_config()
     core = EngineCore(config, create_runner(config))
-    tokens: dict[str, list[int]] = {}
-    preemptions = hits = 0
-    for index, (prompt, max_tokens) in enumerate(workload()):
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        core.add_request(
-            EngineCoreRequest(request_id=str(index), prompt_token_ids=prompt, sampling_params=params, seed=0)
-        )
-    while core.has_work():
-        result = core.step()
-        preemptions += result.stats.preemptions
-        hits += result.stats.prefix_hit_tokens
-        for news in result.outputs:
-            tokens.setdefault(news.request_id, []).extend(news.new_token_ids)
-    core.check_integrity()
-    assert preemptions >= 1
-    assert hits >= 16
-    return [tokens[str(index)] for index in range(len(workload()))]
+    return greedy_tokens(core, workload(), least_hits=16)
 
 
 def reference(path: Path) -> TinyModel:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _GATHER: Final = script("steps_gather")
 _MOVED_AT_ONCE: Final = 500
 _SCANNED_AT_ONCE: Final = 10_000
+_MOST_LISTS: Final = 100
+"""Of a queue: any producer may make lists."""
 _STEPS: Final = range(1, ALL_STEPS)
 
 
@@ -83,7 +85,9 @@ class UnreadListSearch:
         self._cursor, keys = found
         for name in {key.decode(errors="replace") for key in keys} - read:
             for queue in queues:
-                if re.fullmatch(rf"(.*[^A-Za-z0-9._-])?{re.escape(queue)}(\D{{1,4}}\d)?", name, re.DOTALL):
+                if len(self._names.get(queue, ())) < _MOST_LISTS and re.fullmatch(
+                    rf"(.*[^A-Za-z0-9._-])?{re.escape(queue)}(\D{{1,4}}\d)?", name, re.DOTALL
+                ):
                     self._names.setdefault(queue, set()).add(name)
         if self._cursor == 0:
             self._complete, self._names = self._names, {}

@@ -26,6 +26,8 @@ from headrace_wire.codes import GatewayCode
 Value = TypeVar("Value")
 _PAUSES: Final = 2.0
 """Seconds of pause per second of an owner's turn."""
+_LONGEST_PAUSE: Final = 1.0
+"""A turn may last long because Redis is away. The owner need not wait for that again."""
 _NICENESS: Final = 5
 """On a processor that the event loop needs too, the process then gets about a third."""
 
@@ -52,7 +54,8 @@ class BodyProcess:
         """Wait until the owner's earlier large bodies have left this block, then run the block.
 
         So at most one large body of an owner is being read or submitted, however many bodies the owner sends. The next
-        one waits twice as long as the block took, so that two thirds of the time are left to others.
+        one waits twice as long as the block took, at most a second, so
+        that most of the time is left to others.
         """
         turn = self._turns[owner]
         await turn.acquire()
@@ -60,7 +63,8 @@ class BodyProcess:
         try:
             yield
         finally:
-            asyncio.get_running_loop().call_later(_PAUSES * (time.monotonic() - began), turn.release)
+            pause = min(_PAUSES * (time.monotonic() - began), _LONGEST_PAUSE)
+            asyncio.get_running_loop().call_later(pause, turn.release)
 
     async def run(self, owner: Hashable, raw: bytes, act: Callable[[bytes], Value]) -> Value:
         """Return the result of `act(raw)` in the process. Raises the ApiError of `act`, or 500 if the process died."""

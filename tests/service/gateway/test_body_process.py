@@ -7,12 +7,14 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from headrace_gateway.chat.fields import read_chat
 from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.keys.api_key import ANYONE
+from headrace_gateway.requests import body_process
 from headrace_gateway.requests.body import SMALL_BYTES, Body
 from headrace_gateway.requests.body_process import BodyProcess
 
@@ -93,6 +95,17 @@ async def test_after_a_body_its_owner_waits_twice_as_long_and_others_do_not(bodi
     await wait_for_turn(bodies, "b")
     assert not waiting.done() or time.monotonic() - ended > 0.09
     assert await waiting - ended > 0.09
+
+
+async def test_a_turn_that_waited_for_redis_delays_the_next_by_a_second_at_most(
+    bodies: BodyProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, 3600.0])
+    with monkeypatch.context() as patched:
+        patched.setattr(body_process, "time", Mock(monotonic=lambda: next(clock)))
+        async with bodies.turn("a"):
+            pass
+    await asyncio.wait_for(wait_for_turn(bodies, "a"), 60)
 
 
 async def wait_for_turn(bodies: BodyProcess, owner: str) -> float:

@@ -103,6 +103,18 @@ def test_messages_in_lists_that_no_worker_reads_are_counted_and_logged(
     assert "'team:headrace.one\\x06\\x163'" in caplog.text
 
 
+def test_the_lists_of_a_hostile_producer_are_bounded(
+    redis_client: "redis.Redis", caplog: pytest.LogCaptureFixture
+) -> None:
+    register_model(redis_client, "one", max_model_len=100, worker="gone", seen=1234.0)
+    for number in range(150):
+        redis_client.lpush(f"{number}:headrace.one", "{}")
+    exporter = Exporter(redis_client, port=0)
+    exporter.poll()
+    assert value(exporter, "headrace_queue_unread_messages", model="one", queue="headrace.one") == 100
+    assert caplog.text.count("no worker reads the list") == 100
+
+
 def test_an_exporter_that_may_not_search_counts_the_lists_that_it_may_read() -> None:
     with make_server() as server, connect(server.url) as client:
         client.acl_setuser("default", commands=["-scan"])

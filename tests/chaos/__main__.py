@@ -5,6 +5,7 @@ Exit status 1 where anything was lost, doubled, out of order, other than undistu
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from dataclasses import asdict
@@ -36,6 +37,7 @@ def main() -> int:
     parser.add_argument("--vllm", metavar="PYTHON", help="workers whose engine is vLLM, by the Python that has it")
     options = parser.parse_args()
     console = Console(stderr=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service's processes are ended on the way out
     with tempfile.TemporaryDirectory() as temporary:
         logs = Path(options.logs or temporary) / "logs"
         logs.mkdir(parents=True, exist_ok=True)

@@ -302,10 +302,13 @@ class Scheduler:
         """Whether a request with this adapter may join a batch with the adapters `loras`.
 
         It may pass the earlier requests `passed`, whose adapters do not fit, unless the first of these is more urgent
-        or has been passed by `max_num_seqs` requests. In both cases no request with an adapter starts until a running
-        adapter has no requests left. Requests without an adapter are not checked: they may pass all others.
+        (under the policy `priority`) or has been passed by `max_num_seqs` requests. In both cases no request with an
+        adapter starts until a running adapter has no requests left. Requests without an adapter are not checked: they
+        may pass all others.
         """
-        if passed and (passed[0].num_passed >= self._max_num_seqs or passed[0].priority < request.priority):
+        if passed and passed[0].num_passed >= self._max_num_seqs:
+            return False
+        if passed and self._policy == "priority" and passed[0].priority < request.priority:
             return False
         return version in loras or len(loras) < self._max_loras
 

@@ -112,8 +112,14 @@ def test_a_request_whose_adapter_has_no_place_is_passed_only_so_often() -> None:
     assert order.index("1b") == 3  # as many as run at once have passed it: 2a and 3a
 
 
-def test_nobody_with_an_adapter_passes_a_more_urgent_request() -> None:
-    core, runner = make_core("ab", max_loras=1, policy="priority")
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [("priority", ["first", "plain", "urgent", "later"]), ("fcfs", ["first", "later", "plain", "urgent"])],
+)
+def test_nobody_with_an_adapter_passes_a_more_urgent_request_under_the_priority_policy(
+    policy: str, order: list[str]
+) -> None:
+    core, runner = make_core("ab", max_loras=1, policy=policy)
     first = core_request("first", range(20, 30), lora="a", max_tokens=8, ignore_eos=True)
     results = Results()
     core.add_request(first)
@@ -122,8 +128,7 @@ def test_nobody_with_an_adapter_passes_a_more_urgent_request() -> None:
     core.add_request(core_request("later", range(20, 30), lora="a", priority=5, max_tokens=2))
     core.add_request(core_request("plain", range(20, 30), priority=5, max_tokens=2))
     results.drain(core)
-    order = [arrival.request_id for batch in runner.batches for arrival in batch.new_requests]
-    assert order == ["first", "plain", "urgent", "later"]
+    assert [arrival.request_id for batch in runner.batches for arrival in batch.new_requests] == order
 
 
 def test_preemption_keeps_a_request_with_its_adapter() -> None:

@@ -3,16 +3,19 @@
 A process that speaks this protocol is an engine. `core.serving` implements it for a `Core`.
 
     parent -> child   ["config", PROTOCOL, config]                       (the first frame)
-                      ["add", request] ["abort", [ids]] ["stop"]
+                      ["add", kind, request] ["abort", [ids]] ["stop"]
                       ["call", number, method, arguments]
     child -> parent   ["ready", model info, capabilities, PROTOCOL]      (once)
                       ["outputs", step] ["failed", sentence, kind]
                       ["answer", number, value] ["refused", number, sentences, kind]
                       ["log", level, logger, line]                       (the parent writes it to the one log)
 
+The kind in "add" is "generate" for an `EngineCoreRequest` and "pool" for a `PoolingCoreRequest`. A model takes one of
+the two: "pool" if its `ModelInfo.pooling` is set.
+
 Before "ready", a child may send only "log" and "failed". It ends after it has sent "failed", when "stop" arrives, and
-when the parent has closed a pipe. A "kind" is the name of an exception class. For errors of options, models and
-requests, the parent raises an exception of the same class.
+when the parent has closed a pipe. The kind of an error is the name of an exception class. For errors of options, models
+and requests, the parent raises an exception of the same class.
 """
 
 import os
@@ -24,7 +27,7 @@ from typing import Any, Final
 
 import msgpack
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """Version of the frames. It grows with every change that an older side cannot read."""
 _READ_SIZE = 1 << 16
 

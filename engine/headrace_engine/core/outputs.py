@@ -1,4 +1,4 @@
-"""The output of a step: the new tokens of each choice, and the statistics. Plain data."""
+"""The output of a step: the new tokens of each choice or the rows of each message, and the statistics. Plain data."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
@@ -22,6 +22,22 @@ class EngineCoreOutput:
     stop_reason: int | str | None = None
     """The stop token that ended the choice, or `repetition_detected`."""
     error: str | None = None
+
+
+@dataclass(slots=True)  # not kw_only: the wire has only the values, in this order
+class PooledRows:
+    """The rows of a `PoolingCoreRequest` that a step has computed, in the order of its inputs."""
+
+    request_id: str
+    first: int
+    """Index of the first row's input in the message."""
+    count: int
+    data: bytes = field(repr=False)
+    """Little-endian float32: `count` rows of equal length, each finite."""
+    is_last: bool = False
+    """Whether the message has no inputs after these."""
+    error: str | None = None
+    """Why the message ended without its other rows."""
 
 
 @dataclass(slots=True)  # not kw_only: the wire has only the values, in this order
@@ -68,6 +84,8 @@ STEP_STATS: Final = tuple(field.name for field in fields(StepStats))
 class EngineCoreOutputs:
     outputs: list[EngineCoreOutput]
     stats: StepStats
+    rows: list[PooledRows] = field(default_factory=list)
+    """Of a pooling model only, which has no `outputs`."""
 
     def to_wire(self) -> list[Any]:
         return [
@@ -85,6 +103,7 @@ class EngineCoreOutputs:
                 for o in self.outputs
             ],
             [getattr(self.stats, name) for name in STEP_STATS],
+            [[getattr(rows, name) for name in PooledRows.__slots__] for rows in self.rows],
         ]
 
     @classmethod
@@ -104,4 +123,5 @@ class EngineCoreOutputs:
                 for request_id, token_ids, num_cached, logprobs, prompt_logprobs, reason, stop_reason, error in wire[0]
             ],
             stats=StepStats(*wire[1]),
+            rows=[PooledRows(*rows) for rows in wire[2]],
         )

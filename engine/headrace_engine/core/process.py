@@ -32,6 +32,7 @@ from headrace_engine.errors import (
 from headrace_engine.options.capabilities import EngineCapabilities, config_problems
 from headrace_engine.options.config import EngineConfig
 from headrace_engine.options.engines import find_engine
+from headrace_engine.requests.pooling_request import PoolingCoreRequest
 from headrace_engine.requests.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.system import control_group, interpreter
@@ -129,8 +130,8 @@ class EngineCoreProcess:
                 self._pending += self.receive()
         return self.model_info
 
-    def add_request(self, request: EngineCoreRequest) -> None:
-        self._send(["add", request.to_wire()])
+    def add_request(self, request: EngineCoreRequest | PoolingCoreRequest) -> None:
+        self._send(["add", request.KIND, request.to_wire()])
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         self._send(["abort", list(request_ids)])
@@ -231,7 +232,7 @@ class EngineCoreProcess:
         if problems:
             self._reported = ConfigError("; ".join(problems))
             return
-        self._model_info = ModelInfo(**info)
+        self._model_info = ModelInfo.from_wire(info)
 
     def _failed(self, sentence: str, name: str) -> HeadraceEngineError:
         """Return the error that the child reported."""

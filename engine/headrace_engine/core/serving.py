@@ -23,11 +23,15 @@ from headrace_engine.core.outputs import EngineCoreOutputs
 from headrace_engine.errors import ConfigError, raised_at
 from headrace_engine.options.capabilities import EngineCapabilities
 from headrace_engine.options.config import EngineConfig
+from headrace_engine.requests.pooling_request import PoolingCoreRequest
 from headrace_engine.requests.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
 
 logger = logging.getLogger(__name__)
 
+_REQUESTS: dict[str, type[EngineCoreRequest] | type[PoolingCoreRequest]] = {
+    kind.KIND: kind for kind in (EngineCoreRequest, PoolingCoreRequest)
+}
 _PR_SET_PDEATHSIG = 1
 _IDLE_SECONDS = 1.0
 
@@ -45,10 +49,11 @@ class Core(Protocol):
     @property
     def capabilities(self) -> EngineCapabilities: ...
 
-    def add_request(self, message: EngineCoreRequest) -> None:
-        """Queue a request. If it has `output_token_ids`, continue after them.
+    def add_request(self, message: Any) -> None:
+        """Queue an `EngineCoreRequest`, or a `PoolingCoreRequest` if `model_info.pooling` is set.
 
-        An invalid request raises no exception. It gets an output with `FinishReason.ERROR` and the reason.
+        If an `EngineCoreRequest` has `output_token_ids`, continue after them. An invalid request raises no exception.
+        It gets an output with `FinishReason.ERROR`, or `PooledRows` with an `error`, and the reason.
         """
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
@@ -174,7 +179,7 @@ def _serve(core: Core, connection: Connection, commands: "queue.SimpleQueue[Any]
         while not commands.empty() or not core.has_work():
             kind, *values = _next_command(core, commands)
             if kind == "add":
-                core.add_request(EngineCoreRequest.from_wire(values[0]))
+                core.add_request(_REQUESTS[values[0]].from_wire(values[1]))
             elif kind == "abort":
                 core.abort_requests(values[0])
             elif kind == "call":

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, ClassVar
 
 from headrace_engine.requests.lora_request import LoRARequest
 from headrace_engine.requests.sampling_params import SamplingParams
@@ -34,6 +34,9 @@ class RequestState(Enum):
 @dataclass(slots=True, kw_only=True)
 class EngineCoreRequest:
     """One choice of one request, as it is sent to the core. Plain data for msgpack."""
+
+    KIND: ClassVar[str] = "generate"
+    """The kind in an `add` frame."""
 
     request_id: str
     prompt_token_ids: list[int]

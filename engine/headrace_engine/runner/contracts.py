@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from headrace_engine.requests.lora_request import LoRARequest
+from headrace_engine.requests.pooling_request import PoolingTask
 from headrace_engine.requests.sampling_params import SamplingParams
 
 DRAWS: Final = "headrace-1"
@@ -154,6 +155,31 @@ class KVSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingInfo:
+    """What the clients of the core must know about a model that computes one row of numbers for each input."""
+
+    tasks: tuple[PoolingTask, ...]
+    """The tasks that the model serves. A model with one label serves `score` and `classify`."""
+    dimensions: int
+    """Length of a row: of the embedding, or the number of labels. 1 for `score`."""
+    max_input_tokens: int
+    """Tokens of one input, with special tokens."""
+    labels: tuple[str, ...] = ()
+    """Names of the classes, in the order of the row."""
+    matryoshka_dimensions: tuple[int, ...] = ()
+    """Lengths to which a caller may cut an embedding. Empty: see `takes_any_dimensions`."""
+    takes_any_dimensions: bool = False
+    """Whether a caller may cut an embedding to any length."""
+    prompts: dict[str, str] = field(default_factory=dict)
+    """Name of a prompt -> the text before each input."""
+    default_prompt_name: str | None = None
+    pools_prompt: bool = True
+    """Whether the prompt's tokens are part of the pooling."""
+    batch_invariant: bool = False
+    """Whether the row of an input has the same bytes whatever else a step computes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """What the clients of the core must know about a loaded model."""
 
@@ -171,6 +197,19 @@ class ModelInfo:
     """Name of a sampling parameter -> its value in requests that do not set it."""
     weights: str = ""
     """`checkpoint.fingerprint` of the loaded weights. Empty if unknown."""
+    pooling: PoolingInfo | None = None
+    """None for a model that generates."""
+
+    @classmethod
+    def from_wire(cls, values: dict[str, Any]) -> "ModelInfo":
+        """Return the information from the map that `dataclasses.asdict` made of it."""
+        pooling: dict[str, Any] | None = values.get("pooling")
+        if pooling is None:
+            return cls(**values)
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in pooling.items()
+        }
+        return cls(**{**values, "pooling": PoolingInfo(**given)})
 
     def with_end_token(self, token_id: int | None) -> "ModelInfo":
         """Return a copy in which this token ends outputs too. A token outside the vocabulary is ignored."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgpack
 import pytest
 
-from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
+from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, PooledRows, StepStats
 from headrace_engine.errors import ConfigError
 from headrace_engine.options.config import EngineConfig
 from headrace_engine.options.engine_args import EngineArgs
+from headrace_engine.requests.pooling_request import PoolingCoreRequest
 from headrace_engine.requests.request import EngineCoreRequest, FinishReason
+from headrace_engine.runner.contracts import ModelInfo, PoolingInfo
 from unit.engine.fake_runner import fake_config
 from unit.engine.requests import core_request, request
 
@@ -36,6 +39,28 @@ def test_a_request_survives_the_wire() -> None:
     )
     sent.bad_words_token_ids = [[1, 2], [3]]
     assert EngineCoreRequest.from_wire(over_the_wire(sent.to_wire())) == sent
+
+
+def test_a_pooling_request_and_its_rows_survive_the_wire() -> None:
+    sent = PoolingCoreRequest(
+        request_id="a", task="score", inputs=[[1, 2], [3]], first=4, second_from=[1, 0], dimensions=2, activation=False
+    )
+    assert PoolingCoreRequest.from_wire(over_the_wire(sent.to_wire())) == sent
+    rows = [PooledRows("a", 4, 1, b"\xff\x00\x80?"), PooledRows("a", 5, 0, b"", True, "no")]
+    step = EngineCoreOutputs(outputs=[], stats=StepStats(), rows=rows)
+    assert EngineCoreOutputs.from_wire(over_the_wire(step.to_wire())) == step
+
+
+def test_the_description_of_a_pooling_model_survives_the_wire() -> None:
+    pooling = PoolingInfo(
+        tasks=("embed",), dimensions=384, max_input_tokens=256, matryoshka_dimensions=(384, 64), prompts={"q": "find: "}
+    )
+    model = ModelInfo(
+        vocab_size=100, max_model_len=256, eos_token_ids=[], architecture="A", dtype="float32", device="cpu",
+        attention="native", num_parameters=1, pooling=pooling,
+    )  # fmt: skip
+    assert ModelInfo.from_wire(over_the_wire(asdict(model))) == model
+    assert ModelInfo.from_wire(over_the_wire(asdict(replace(model, pooling=None)))).pooling is None
 
 
 def test_a_config_survives_the_wire() -> None:

@@ -154,7 +154,7 @@ def make_preparer(settings: dict[str, Any], tell: Callable[[str, str | None], No
     """Make a preparer from the settings that `Preparation.configure` sends."""
     parts = TokenizerParts(**settings["tokenizer"])
     tokenizer = create_tokenizer(settings["model"], parts, trust_remote_code=settings["trust_remote_code"])
-    model_info = ModelInfo(**settings["model_info"])
+    model_info = ModelInfo.from_wire(settings["model_info"])
     tokenizer.refuse_longer_than(model_info.max_model_len)
     tokenizer.learn_history_forms()  # now: the first such chat may take 0.1 s longer, more than a quick process has
     processor = GrammarCachingProcessor(

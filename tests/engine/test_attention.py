@@ -77,7 +77,7 @@ def test_float32_attention_is_exact_to_rounding(backend_type: Any, problem: Prob
 def test_bfloat16_attention_is_right_to_the_outputs_rounding(backend_type: Any, problem: Problem) -> None:
     case = Case(problem, torch.bfloat16)
     # What is multiplied in pairs of bfloat16 is rounded to it, the softmax's weights among it.
-    in_pairs = backend_type is NativeBackend and native._library().headrace_attention_has_pairs()
+    in_pairs = backend_type is NativeBackend and native.library().headrace_attention_has_pairs()
     output = case.compute(backend_type(case.spec()))
     torch.testing.assert_close(output.double(), case.expected(), atol=8e-3 if in_pairs else 2e-3, rtol=2**-7)
 
@@ -107,7 +107,7 @@ def test_a_bfloat16_cache_rounds_keys_and_values_to_the_nearest(backend_type: An
 @pytest.mark.parametrize("without", OTHER_PROCESSORS)
 def test_builds_for_other_processors_compute_the_same(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other = native.declared(build("paged_attention.c", "attention", without))
-    monkeypatch.setattr(native, "_library", lambda: other)
+    monkeypatch.setattr(native, "library", lambda: other)
     assert without in MAY_MULTIPLY_PAIRS or not other.headrace_attention_has_pairs()
     odd = Problem(((0, 33), (20, 1)), group=3, k_dim=21, v_dim=40, window=9, softcap=20.0, sinks=True)
     for problem in (WIDE, odd, LATE_WINDOW):
@@ -193,7 +193,7 @@ def test_how_a_prompt_is_cut_into_steps_changes_no_bit_without_avx512(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     other = native.declared(build("paged_attention.c", "attention", "-mno-avx512f"))
-    monkeypatch.setattr(native, "_library", lambda: other)
+    monkeypatch.setattr(native, "library", lambda: other)
     for group, window in ((1, None), (2, None), (4, None), (5, None), (7, None), (2, 12)):
         whole = Problem(((0, 40),), group=group, k_dim=64, v_dim=64, window=window)
         output = (case := Case(whole, torch.float32)).compute(NativeBackend(case.spec()))

@@ -10,7 +10,7 @@ import torch
 from engine.kernel_builds import MAY_MULTIPLY_PAIRS, OTHER_PROCESSORS, PAIRS_ARE_FASTER, PAIRS_ARE_SLOWER, build
 from headrace_engine.runner.elementwise.ops import Norm
 from headrace_engine.runner.linear import native_linear
-from headrace_engine.runner.linear.native_linear import NativeGatedLinear, NativeLinear
+from headrace_engine.runner.linear.native_linear import NativeGatedLinear, NativeGeluLinear, NativeLinear
 
 pytestmark = pytest.mark.rotated(
     "engine/headrace_engine/runner/linear",
@@ -103,6 +103,23 @@ def test_a_gate_of_any_size_is_as_exact_as_torchs(dtype: torch.dtype) -> None:
     torch.testing.assert_close(output, expected, rtol=2**-7 if dtype is torch.bfloat16 else 2e-6, atol=1e-25)
     unknown = torch.full((2, 1), float("nan"), dtype=dtype)
     assert NativeGatedLinear(unknown, None)(torch.ones(3, 1, dtype=dtype)).isnan().all()
+
+
+@dtypes
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (9, 48), (150, 100)])
+def test_a_gelu_is_part_of_the_product(dtype: torch.dtype, rows: int, width: int) -> None:
+    weight, bias, x = (random(*shape, dtype=dtype) for shape in ((width, 70), (width,), (rows, 70)))
+    sums = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    close(NativeGeluLinear(weight, bias)(x), torch.nn.functional.gelu(sums))
+
+
+def test_a_gelu_of_any_size_is_as_exact_as_torchs() -> None:
+    sums = torch.cat((torch.linspace(-20, 20, 4001), torch.tensor([-1e30, -100.0, 0.0, 1e-30, 100.0, 1e30])))
+    found = NativeGeluLinear(sums[:, None], None)(torch.ones(2, 1))
+    expected = torch.nn.functional.gelu(sums.double())
+    size = sums.abs().clamp(min=1)
+    torch.testing.assert_close(found[1].double() / size, expected / size, rtol=0, atol=2e-7)
+    assert NativeGeluLinear(torch.tensor([[float("nan")]]), None)(torch.ones(2, 1)).isnan().all()
 
 
 @dtypes

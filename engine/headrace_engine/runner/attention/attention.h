@@ -5,6 +5,7 @@ typedef struct {
     int32_t dtype, cache_dtype; /* dtype: of queries, keys, values, output; cache_dtype: the same, or BFLOAT16 */
     int32_t num_heads, num_kv_heads, k_dim, v_dim, block_size;
     int32_t window;      /* 0: none */
+    int32_t both_ways;   /* 1: a token also sees the keys after it, within the window if there is one */
     float scale, softcap; /* softcap 0: none */
     void *k_cache, *v_cache;
     const float *sinks; /* [num_heads] or NULL: one more logit in the softmax of every row, which has no value */

@@ -203,7 +203,7 @@ static inline subunit subunit_of(const attention_args *a, const unit *u, const t
 
 static void attend_by_matrix_tiles(const attention_args *a, const unit *u, const unit *upcoming, cursor *ahead, tiled_scratch *s) {
     int group = group_of(a), v_stride = padded(a->layer.v_dim), tokens = tokens_of_subunit(a);
-    int position = first_position(a, u), num_positions = position + u->num_tokens, count = (u->num_tokens + tokens - 1) / tokens;
+    int position = first_position(a, u), total_keys = keys_of(a, u), count = (u->num_tokens + tokens - 1) / tokens;
     begin_rows(a, u, u->num_tokens * group, s->running_max, s->denominator);
     int tile_rows = min(u->num_tokens * group, TILE_ROWS); /* if one tile is enough, unused rows cost no time */
     if (s->tile_rows != tile_rows) begin_matrix_tiles(tile_rows);
@@ -216,15 +216,16 @@ static void attend_by_matrix_tiles(const attention_args *a, const unit *u, const
     }
     for (cursor w = begin(a, u, oldest_column(a, u)); w.column < w.end;) {
         const chunk now = next_chunk(a, &w, PAIRS), next = locate_prefetch(a, &now, ahead, &upcoming, PAIRS);
-        int first_key = now.first_column * LANES, num_keys = num_positions - first_key;
+        int first_key = now.first_column * LANES, num_keys = total_keys - first_key;
         const char *tail = num_keys < now.num_columns * LANES ? copy_tail(a, &now, num_keys, s->tail) : NULL;
-        int first = first_key > position ? (first_key - position) / tokens : 0; /* the chunk is masked for all subunits before it */
+        int skips = first_key > position && !a->layer.both_ways; /* the chunk is masked for all subunits before `first` */
+        int first = skips ? (first_key - position) / tokens : 0;
         for (int number = first; number < count; number++) {
             const subunit part = subunit_of(a, u, s, number);
             const chunk *prefetched = number == first ? &next : NULL;
             score_chunk_by_tiles(a, part.queries, &now, prefetched, s->scores, part.tiles);
-            softmax_rows(a, s->scores, first_key, now.num_columns, position + part.first / group, part.rows,
-                         s->running_max + part.first, s->denominator + part.first, part.accumulators, PAIRS);
+            softmax_rows(a, s->scores, first_key, now.num_columns, position + part.first / group, total_keys,
+                         part.rows, s->running_max + part.first, s->denominator + part.first, part.accumulators, PAIRS);
             accumulate_chunk_by_tiles(a, s->scores, &now, tail, prefetched, part.accumulators, part.tiles);
         }
     }

@@ -21,7 +21,7 @@ class LayerArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("dtype", "cache_dtype", "num_heads", "num_kv_heads", "k_dim", "v_dim")),
-        *((name, ctypes.c_int32) for name in ("block_size", "window")),
+        *((name, ctypes.c_int32) for name in ("block_size", "window", "both_ways")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache", "sinks")),
     )
@@ -49,6 +49,14 @@ class StepArgs(ctypes.Structure):
         self.table_rows, self.block_table = metadata.table_rows.data_ptr(), metadata.block_table.data_ptr()
         self.slot_mapping = metadata.slot_mapping.data_ptr()
 
+    def take(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
+        """Point at the tensors of a layer, whose last dimension is contiguous. They must outlive the call."""
+        self.query, self.key, self.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        self.output = output.data_ptr()
+        self.query_token_stride, self.query_head_stride, _ = query.stride()
+        self.key_token_stride, self.key_head_stride, _ = key.stride()
+        self.value_token_stride, self.value_head_stride, _ = value.stride()
+
 
 class NativeBackend:
     """The attention backend of the CPU.
@@ -62,7 +70,7 @@ class NativeBackend:
 
     def __init__(self, spec: AttentionSpec) -> None:
         self._spec = spec
-        self.library = _library()
+        self.library = library()
         self._k_cache: list[torch.Tensor] = []
         self._v_cache: list[torch.Tensor] = []
         self._layers: list[LayerArgs] = []
@@ -77,7 +85,7 @@ class NativeBackend:
         if spec.block_size % _LANES:
             return f"block size {spec.block_size} is not a multiple of {_LANES} tokens"
         try:
-            _library()
+            library()
         except OSError as error:
             return str(error)
         return None
@@ -85,13 +93,9 @@ class NativeBackend:
     @property
     def bytes_per_block(self) -> int:
         own = (layer for layer in self._spec.layers if layer.kv_source is None)
-        elements = sum(layer.num_kv_heads * (self._stored(layer.k_dim) + _padded(layer.v_dim)) for layer in own)
+        dtype = self._spec.dtype
+        elements = sum(layer.num_kv_heads * (stored_dim(dtype, layer.k_dim) + padded(layer.v_dim)) for layer in own)
         return elements * self._spec.block_size * self._spec.stored_dtype.itemsize
-
-    def _stored(self, k_dim: int) -> int:
-        """Return the number of stored elements of a key, rounded up to pairs if the kernel multiplies pairs."""
-        pairs = self._spec.dtype is torch.bfloat16 and self.library.headrace_attention_has_pairs()
-        return k_dim + k_dim % 2 if pairs else k_dim
 
     def allocate(self, num_blocks: int) -> None:
         size, dtype = self._spec.block_size, self._spec.stored_dtype
@@ -101,8 +105,8 @@ class NativeBackend:
             if layer.kv_source is None:
                 heads = (num_blocks, layer.num_kv_heads)
                 # Pages become resident only on first use, so unused blocks take no memory.
-                self._k_cache.append(pages.empty((*heads, self._stored(layer.k_dim), size), dtype))
-                self._v_cache.append(pages.empty((*heads, size, _padded(layer.v_dim)), dtype))
+                self._k_cache.append(pages.empty((*heads, stored_dim(self._spec.dtype, layer.k_dim), size), dtype))
+                self._v_cache.append(pages.empty((*heads, size, padded(layer.v_dim)), dtype))
             else:
                 self._k_cache.append(self._k_cache[layer.kv_source])
                 self._v_cache.append(self._v_cache[layer.kv_source])
@@ -141,11 +145,7 @@ class NativeBackend:
             self._metadata = metadata
             step.of(metadata)
         step.num_tokens, step.attention_writes = query.shape[0], spec.kv_source is None
-        step.query, step.key, step.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        step.output = output.data_ptr()
-        step.query_token_stride, step.query_head_stride, _ = query.stride()
-        step.key_token_stride, step.key_head_stride, _ = key.stride()
-        step.value_token_stride, step.value_head_stride, _ = value.stride()
+        step.take(query, key, value, output)
         own = ctypes.byref(self.layer_args(layer, scale=scale, softcap=softcap, sinks=sinks))
         if spec.kv_source is None:
             self.library.headrace_write_kv(own, ctypes.byref(step))
@@ -161,12 +161,23 @@ class NativeBackend:
         return args
 
 
-def _padded(v_dim: int) -> int:
+def stored_dim(dtype: torch.dtype, k_dim: int) -> int:
+    """Return the number of stored elements of a key, rounded up to pairs if the kernel multiplies pairs.
+
+    Args:
+        dtype: the type of queries.
+    """
+    pairs = dtype is torch.bfloat16 and library().headrace_attention_has_pairs()
+    return k_dim + k_dim % 2 if pairs else k_dim
+
+
+def padded(v_dim: int) -> int:
+    """Return the number of stored elements of a value: whole vectors."""
     return -(-v_dim // _LANES) * _LANES
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     """Load the compiled kernel. Raises OSError that says what is missing."""
     return declared(native_library.load("headrace_engine.runner.attention", "paged_attention.c"))
 

@@ -131,8 +131,13 @@ static inline int first_position(const attention_args *a, const unit *u) {
     return a->step.seq_lens[u->sequence] - (a->step.query_start[u->sequence + 1] - u->first_token);
 }
 
+/* Returns the number of keys that the rows of a unit may see, counted from the first key of the sequence. */
+static inline int keys_of(const attention_args *a, const unit *u) {
+    return a->layer.both_ways ? a->step.seq_lens[u->sequence] : first_position(a, u) + u->num_tokens;
+}
+
 static inline int last_column(const attention_args *a, const unit *u) {
-    int last = (first_position(a, u) + u->num_tokens - 1) / LANES;
+    int last = newest_key(a, first_position(a, u) + u->num_tokens - 1, keys_of(a, u)) / LANES;
     return last / a->columns_together * a->columns_together + a->columns_together - 1;
 }
 
@@ -332,7 +337,7 @@ attend(const attention_args *a, const unit *u, const unit *upcoming, cursor *ahe
     float *scores = (float *)(denominator + rows), *accumulators = scores + (int64_t)rows * CHUNK * LANES;
     float *queries = accumulators + (int64_t)rows * v_stride, *running_max = queries + (int64_t)rows * k_dim;
     float *single = running_max + rows;
-    int position = first_position(a, u), num_positions = position + u->num_tokens;
+    int position = first_position(a, u), total_keys = keys_of(a, u);
 
     for (int row = 0; row < rows; row += MAX_ROWS) { /* a constant number of rows for whole tiles */
         float *target = queries + row * num_steps(kind, k_dim);
@@ -345,9 +350,9 @@ attend(const attention_args *a, const unit *u, const unit *upcoming, cursor *ahe
     for (cursor w = begin(a, u, oldest_column(a, u)); w.column < w.end;) {
         const chunk now = next_chunk(a, &w, kind), next = locate_prefetch(a, &now, ahead, &upcoming, kind);
         int first_key = now.first_column * LANES;
-        int num_keys = min(num_positions - first_key, now.num_columns * LANES);
+        int num_keys = min(total_keys - first_key, now.num_columns * LANES);
         (kind == FLOAT32 ? score_float32 : kind == PAIRS ? score_pairs : score_bfloat16)(a, queries, &now, &next, scores, rows);
-        softmax_rows(a, scores, first_key, now.num_columns, position, rows, running_max, denominator, accumulators, kind);
+        softmax_rows(a, scores, first_key, now.num_columns, position, total_keys, rows, running_max, denominator, accumulators, kind);
         (kind == FLOAT32 ? accumulate_float32 : kind == PAIRS ? accumulate_pairs : accumulate_bfloat16)(
             a, scores, &now, &next, accumulators, rows, num_keys, single);
     }
@@ -467,8 +472,8 @@ int headrace_attention_has_pairs(void) { return pairs_are_faster; }
 
 EXPORT_LAYOUT(layer_args, FIELD(layer_args, dtype), FIELD(layer_args, cache_dtype), FIELD(layer_args, num_heads),
               FIELD(layer_args, num_kv_heads), FIELD(layer_args, k_dim), FIELD(layer_args, v_dim),
-              FIELD(layer_args, block_size), FIELD(layer_args, window), FIELD(layer_args, scale),
-              FIELD(layer_args, softcap), FIELD(layer_args, k_cache), FIELD(layer_args, v_cache),
+              FIELD(layer_args, block_size), FIELD(layer_args, window), FIELD(layer_args, both_ways),
+              FIELD(layer_args, scale), FIELD(layer_args, softcap), FIELD(layer_args, k_cache), FIELD(layer_args, v_cache),
               FIELD(layer_args, sinks));
 EXPORT_LAYOUT(step_args, FIELD(step_args, num_tokens), FIELD(step_args, num_sequences), FIELD(step_args, num_threads),
               FIELD(step_args, max_blocks), FIELD(step_args, attention_writes), FIELD(step_args, query_token_stride),

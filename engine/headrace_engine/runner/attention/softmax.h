@@ -83,19 +83,26 @@ static inline int oldest_key(const attention_args *a, int position) {
     return a->layer.window > 0 ? position - a->layer.window + 1 : 0;
 }
 
+/* Returns the newest key that is visible from a position, of the `total_keys` that the unit may see. */
+static inline int newest_key(const attention_args *a, int position, int total_keys) {
+    if (!a->layer.both_ways) return position;
+    int newest = total_keys - 1;
+    return a->layer.window > 0 && position + a->layer.window - 1 < newest ? position + a->layer.window - 1 : newest;
+}
+
 /* Caps and masks the scores of one row. Returns the maximum of each lane. */
 static inline __attribute__((always_inline)) f32x
-finish_scores(const attention_args *a, float *scores, int num_columns, int first_key, int position, int kind) {
+finish_scores(const attention_args *a, float *scores, int num_columns, int first_key, int position, int total_keys, int kind) {
     i32x lanes;
     for (int i = 0; i < LANES; i++) lanes[i] = i;
-    int oldest = oldest_key(a, position);
+    int oldest = oldest_key(a, position), newest = newest_key(a, position, total_keys);
     f32x largest = broadcast(MASKED);
     for (int c = 0; c < num_columns; c++) {
         f32x s = *(f32x *)(scores + c * LANES);
         float softcap = a->layer.softcap;
         if (softcap > 0) s = tanh_vector((kind == PAIRS ? s * a->layer.scale : s) / softcap) * (softcap * LOG2_E);
         i32x key = lanes + (first_key + c * LANES);
-        s = select_vector((key >= oldest) & (key <= position), s, broadcast(MASKED));
+        s = select_vector((key >= oldest) & (key <= newest), s, broadcast(MASKED));
         *(f32x *)(scores + c * LANES) = s;
         largest = max_vector(s, largest);
     }
@@ -132,14 +139,15 @@ exponentiate_chunk(const attention_args *a, float *scores, int first_key, int nu
 
 /* Runs the softmax over a chunk. The first row belongs to the token at `position`. */
 static inline __attribute__((always_inline)) void
-softmax_rows(const attention_args *a, float *scores, int first_key, int num_columns, int position, int rows, float *running_max,
-             f32x *denominator, float *accumulators, int kind) {
+softmax_rows(const attention_args *a, float *scores, int first_key, int num_columns, int position, int total_keys, int rows,
+             float *running_max, f32x *denominator, float *accumulators, int kind) {
     int group = group_of(a), v_stride = padded(a->layer.v_dim), last_key = first_key + num_columns * LANES - 1;
-    int whole = first_key >= oldest_key(a, position + (rows - 1) / group) && last_key <= position && !(a->layer.softcap > 0);
+    int whole = first_key >= oldest_key(a, position + (rows - 1) / group) && last_key <= newest_key(a, position, total_keys) &&
+                !(a->layer.softcap > 0);
     for (int row = 0; row < rows; row++) {
         float *own = scores + row * CHUNK * LANES;
         f32x found = whole ? largest_scores(own, num_columns)
-                           : finish_scores(a, own, num_columns, first_key, position + row / group, kind);
+                           : finish_scores(a, own, num_columns, first_key, position + row / group, total_keys, kind);
         raise_running_max(found * later_scale(a, kind), running_max + row, denominator + row, accumulators + row * v_stride,
                           v_stride);
     }

@@ -39,14 +39,22 @@ static inline int by_integers(const linear_args *a) {
     return a->driver == INTEGERS || (a->driver == INTEGERS_FOR_FEW && (a->rows < FEW_ROWS || !matrix_tiles_enabled));
 }
 
-/* Stores the sums of one row to out[row][column..], with bias, addition or gate. `up`: the sums of the other half, or NULL. */
+static inline __attribute__((always_inline)) void
+add_bias(const linear_args *a, int column, int width, float *sums, int dtype) {
+    int j = 0;
+    for (; j + LANES <= width && j < PANEL; j += LANES) *(f32x *)(sums + j) += load_vector(a->bias, column + j, dtype);
+    for (; j < width && j < PANEL; j++) sums[j] += load_scalar(a->bias, column + j, dtype);
+}
+
+/* Stores the sums of one row to out[row][column..], with bias, addition, gate or activation. `up`: the sums of the other half, or NULL. */
 static inline __attribute__((always_inline)) void
 finish_row(const linear_args *a, int64_t row, int column, int width, float *sums, const float *up, int dtype) {
     int64_t at = row * a->out_stride + column;
     if (up)
         for (int j = 0; j < PANEL; j += LANES) *(f32x *)(sums + j) = silu(*(f32x *)(sums + j), dtype) * *(f32x *)(up + j);
-    else if (a->bias)
-        for (int j = 0; j < PANEL && j < width; j++) sums[j] += load_scalar(a->bias, column + j, dtype);
+    else if (a->bias) add_bias(a, column, width, sums, dtype);
+    if (a->result == GELU)
+        for (int j = 0; j < PANEL; j += LANES) *(f32x *)(sums + j) = gelu(*(f32x *)(sums + j));
     for (; width >= LANES; width -= LANES, sums += LANES, at += LANES) {
         f32x value = *(f32x *)sums;
         store_vector(a->out, at, a->result == ADD ? value + load_vector(a->out, at, dtype) : value, dtype);

@@ -20,7 +20,7 @@ from headrace_engine.system.openmp import spin_count
 
 logger = logging.getLogger(__name__)
 
-_STORE, _ADD, _SILU_MUL = 0, 1, 2
+_STORE, _ADD, _SILU_MUL, _GELU = 0, 1, 2, 3
 _PAGES = HugePages()
 
 
@@ -178,3 +178,11 @@ class NativeGatedLinear(NativeLinear):
     """
 
     gated = True
+
+
+class NativeGeluLinear(NativeLinear):
+    """A linear layer and the exact GELU after it: [..., in_features] -> [..., out_features]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__(weight, bias)
+        self._result = _GELU

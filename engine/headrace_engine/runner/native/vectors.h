@@ -156,6 +156,15 @@ static inline f32x silu(f32x x, int dtype) {
     return x / divisor;
 }
 
+/* Returns x / 2 * (1 + erf(x / sqrt(2))), with an absolute error of 2e-7 * |x|. The error function is formula 7.1.26 of Abramowitz and
+ * Stegun (1964). */
+static inline f32x gelu(f32x x) {
+    f32x size = max_vector(x, -x) * 0.70710678f, t = 1.0f / (1.0f + 0.3275911f * size);
+    f32x tail = ((((1.061405429f * t - 1.453152027f) * t + 1.421413741f) * t - 0.284496736f) * t + 0.254829592f) * t;
+    tail *= power_of_two(size * size * -LOG2_E); /* 1 - erf(size) */
+    return x * select_vector(x < broadcast(0), 0.5f * tail, 1.0f - 0.5f * tail);
+}
+
 /* How products are computed: in one of the types above, or with two adjacent bfloat16 values as one step of a sum. PAIRS are
  * multiplied with pairs by dot product instructions. WIDENED pairs become float32 first. */
 enum { PAIRS = 2, WIDENED = 3 };

@@ -31,11 +31,13 @@ from headrace_broker.errors import (
 from headrace_broker.messages import GenerateRequest
 from headrace_broker.models.registry import RegisteredModel
 from headrace_broker.models.template_features import TemplateFeatures
+from headrace_broker.pooling_messages import PoolingRequest
+from headrace_broker.pooling_results import Matrix, Pooled, RankedDocument
 from headrace_broker.queue.dead_letters import DeadLetter
 from headrace_broker.queue.levels import QueueLevels
 from headrace_broker.results import ChoiceOutput, ErrorInfo, GenerateResult, RequestFailedError, TokenLogprob, Usage
 from headrace_broker.settings import BrokerSettings
-from headrace_broker.streams.events import ChunkEvent, EndEvent, StartEvent, StreamEvent
+from headrace_broker.streams.events import ChunkEvent, EndEvent, RowsEvent, StartEvent, StreamEvent
 
 __all__ = [
     "AsyncClient",
@@ -52,13 +54,18 @@ __all__ = [
     "HeadraceBrokerError",
     "InvalidRequestError",
     "MalformedEntryError",
+    "Matrix",
+    "Pooled",
+    "PoolingRequest",
     "QueueFullError",
     "QueueLevels",
     "QueueUnavailableError",
+    "RankedDocument",
     "RegisteredModel",
     "RequestFailedError",
     "RequestStatus",
     "ResultTimeoutError",
+    "RowsEvent",
     "SettingsError",
     "StartEvent",
     "StreamEvent",

@@ -3,6 +3,7 @@
 A result is stored in the content type of its request, so that the client that sent the request can read it.
 """
 
+import base64
 import codecs
 import json
 import math
@@ -75,19 +76,25 @@ def dumps(value: Any, content_type: str) -> bytes:
 
 
 def dumps_result(value: Any, content_type: str) -> bytes:
-    """Encode a result without Infinity and NaN in JSON, which standard parsers such as JavaScript's refuse."""
+    """Encode a result. JSON has bytes as base64, and no Infinity and NaN, which standard parsers refuse."""
     if content_type != JSON:
         return _packed(value)
     try:
-        text = json.dumps(value, allow_nan=False)
+        text = json.dumps(value, allow_nan=False, default=_base64)
     except ValueError:
-        text = json.dumps(_finite(value), allow_nan=False)
+        text = json.dumps(_finite(value), allow_nan=False, default=_base64)
     return text.encode()
 
 
 def loads_stored(stored: bytes) -> Any:
     """Decode a stored result of either content type. Raises MalformedMessageError."""
     return loads(stored, JSON if stored.lstrip()[:1] == b"{" else MSGPACK)
+
+
+def _base64(value: Any) -> str:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    raise TypeError(f"a result cannot hold a value of type {type(value).__name__}")
 
 
 def _packed(value: Any) -> bytes:

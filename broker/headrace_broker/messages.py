@@ -58,6 +58,11 @@ class GenerateRequest:
         )
 
     @property
+    def task_name(self) -> str:
+        """The name of the Celery task."""
+        return TASK_NAME
+
+    @property
     def chat_options(self) -> dict[str, Any]:
         """The options for rendering the messages into a prompt, without those that are not given."""
         return {key: value for key in CHAT_OPTIONS if (value := getattr(self, key)) is not None}

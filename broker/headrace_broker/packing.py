@@ -24,6 +24,12 @@ def pack(data: Any) -> bytes:
     return packed
 
 
+def pack_rows(data: Any) -> bytes:
+    """Encode as msgpack with its binary type, which `pack` lacks. No script decodes such an entry."""
+    packed: bytes = msgpack.packb(data)
+    return packed
+
+
 def unpack(packed: bytes) -> dict[str, Any]:
     """Decode a msgpack map. Raises MalformedEntryError for anything else."""
     try:

@@ -150,9 +150,12 @@ class GenerateResult:
 
 
 class RequestFailedError(HeadraceBrokerError):
-    """The request did not succeed. `result` holds the output so far, if it is known."""
+    """The request did not succeed.
 
-    def __init__(self, request_id: str, code: str, message: str, *, result: GenerateResult | None = None) -> None:
+    `result` holds the output so far, if it is known: a `GenerateResult`, or a `PoolingResult` of a pooling task.
+    """
+
+    def __init__(self, request_id: str, code: str, message: str, *, result: Any = None) -> None:
         super().__init__(f"request {request_id} failed with {code}: {message}")
         self.request_id = request_id
         self.code = code

@@ -14,6 +14,10 @@ PROMPTS: Final = ("prompt", "prompt_token_ids", "messages")
 TOKENS: Final = ListOf(TOKEN_ID, "token ids", MAX_PROMPT_TOKENS)
 """Token ids to turn into text."""
 _NO_TEMPLATE: Final = "chat_template must be absent: chats are rendered by the model's own template"
+_OF_POOLING: Final = {"input": "headrace.embed or headrace.classify"} | dict.fromkeys(
+    ("query", "queries", "documents"), "headrace.score"
+)
+"""Keys of other tasks, and the tasks that take them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +49,7 @@ REQUEST_KEYS: Final = ("prompt", "prompt_token_ids", "messages", "sampling_param
 
 def request_problems(given: Mapping[str, Any]) -> list[str]:
     """Return every problem of the keyword arguments. `given` must not contain null values."""
-    problems = [
-        _NO_TEMPLATE if key == "chat_template" else f"unknown key {named(key)}"
-        for key in given
-        if key not in REQUEST_KEYS
-    ]
+    problems = [_unknown(key) for key in given if key not in REQUEST_KEYS]
     prompts = [key for key in PROMPTS if key in given]
     if len(prompts) != 1:
         problems.append(f"exactly one of {', '.join(PROMPTS)} must be given, got {' and '.join(prompts) or 'none'}")
@@ -63,6 +63,13 @@ def request_problems(given: Mapping[str, Any]) -> list[str]:
     else:
         problems.append(f"sampling_params must be a map, got {shown(params)}")
     return problems
+
+
+def _unknown(key: object) -> str:
+    if key == "chat_template":
+        return _NO_TEMPLATE
+    task = _OF_POOLING.get(key) if isinstance(key, str) else None
+    return f"unknown key {named(key)}" + (f": the task {task} takes it" if task else "")
 
 
 def _chat_problems(given: Mapping[str, Any]) -> list[str]:

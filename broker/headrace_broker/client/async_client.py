@@ -2,12 +2,22 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import wraps
-from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack
 
 from headrace_broker.call_rules import BEGINNING, check_last_ids, check_request_id, check_timeout
 from headrace_broker.client.client import READ_RETRIES, Client, unavailable, wait_seconds
+from headrace_broker.client.pooling_calls import (
+    EmbedOptions,
+    Inputs,
+    PairInputs,
+    PoolingCall,
+    ScoreOptions,
+    check_top_n,
+    pooling_call,
+    score_call,
+)
 from headrace_broker.client.submission import (
     STREAM_STATUS,
     RequestStatus,
@@ -19,6 +29,7 @@ from headrace_broker.client.submission import (
 )
 from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
 from headrace_broker.keys import result_key, stream_key
+from headrace_broker.pooling_results import Pooled, RankedDocument, ranking_of
 from headrace_broker.results import GenerateResult
 from headrace_broker.server.connections import connect_async
 from headrace_broker.settings import BrokerSettings
@@ -57,6 +68,7 @@ class AsyncClient:
         # kombu cannot publish asynchronously, so a Client in a thread submits; it also runs the less frequent calls
         self._client: Final = Client(broker, model=model, check_model=check_model, tracer_provider=tracer_provider)
         self.settings: Final = self._client.settings
+        self._model: Final = model
         self._redis: Final = connect_async(self.settings.redis_url, retries=READ_RETRIES)
         self._end: Final = self._redis.register_script(END_STREAM.text)
         self._status: Final = STREAM_STATUS.bound(self._redis)
@@ -136,6 +148,48 @@ class AsyncClient:
                     if left <= 0:
                         raise ResultTimeoutError(request_id, timeout or 0, "result")
                     await pubsub.get_message(timeout=left)
+
+    async def embed(self, texts: Inputs, *, timeout: float | None = None, **options: Unpack[EmbedOptions]) -> Pooled:
+        """See `Client.embed`."""
+        return await self._pool(pooling_call("embed", {"input": texts}, options, self._model), timeout)
+
+    async def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> Pooled:
+        """See `Client.score`."""
+        return await self._pool(score_call(query, documents, options, self._model), timeout)
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        timeout: float | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> list[RankedDocument]:
+        """See `Client.rerank`."""
+        check_top_n(top_n)
+        return ranking_of((await self.score(query, documents, timeout=timeout, **options)).rows.tolist(), top_n)
+
+    async def classify(
+        self, inputs: PairInputs, *, timeout: float | None = None, **options: Unpack[ScoreOptions]
+    ) -> Pooled:
+        """See `Client.classify`."""
+        return await self._pool(pooling_call("classify", {"input": inputs}, options, self._model), timeout)
+
+    submit_pooling = _in_thread(Client.submit_pooling)
+
+    async def _pool(self, call: PoolingCall, timeout: float | None) -> Pooled:
+        answer = call.answer(await self.submit_pooling(call))
+        async for request_id, event in self.events_many(answer.request_ids, timeout=timeout):
+            answer.add(request_id, event)
+        return answer.pooled()
 
     async def cancel(self, request_id: str) -> bool:
         """See `Client.cancel`."""

@@ -23,6 +23,16 @@ from headrace_broker.call_rules import (
     check_timeout,
 )
 from headrace_broker.client.idempotency import IdempotencyKeys
+from headrace_broker.client.pooling_calls import (
+    EmbedOptions,
+    Inputs,
+    PairInputs,
+    PoolingCall,
+    ScoreOptions,
+    check_top_n,
+    pooling_call,
+    score_call,
+)
 from headrace_broker.client.submission import (
     STREAM_STATUS,
     RequestStatus,
@@ -50,8 +60,8 @@ from headrace_broker.errors import (
     UnknownModelError,
 )
 from headrace_broker.keys import ended_key, queue_name, result_key, stream_key
-from headrace_broker.messages import TASK_NAME
 from headrace_broker.models.registry import RegisteredModel, known_models
+from headrace_broker.pooling_results import Pooled, RankedDocument, ranking_of
 from headrace_broker.queue.dead_letters import DeadLetter, dead_letters, purge, requeue
 from headrace_broker.queue.levels import (
     QueueLevelReader,
@@ -221,6 +231,54 @@ class Client:
                     raise ResultTimeoutError(request_id, timeout or 0, "result")
                 pubsub.get_message(timeout=left)
 
+    def embed(self, texts: Inputs, *, timeout: float | None = None, **options: Unpack[EmbedOptions]) -> Pooled:
+        """Compute one embedding for each text, or list of token ids, and wait for all.
+
+        More than 256 inputs, or 16,384 tokens by an estimate, become several messages. Raises InvalidRequestError with
+        every problem, RequestFailedError if a message did not succeed, ResultTimeoutError if a message makes no
+        progress for `timeout` seconds, and the errors of `submit`.
+        """
+        return self._pool(pooling_call("embed", {"input": texts}, options, self._model), timeout)
+
+    def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> Pooled:
+        """Score each document for the query, or for the query with the same index. Errors are those of `embed`."""
+        return self._pool(score_call(query, documents, options, self._model), timeout)
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        timeout: float | None = None,
+        **options: Unpack[ScoreOptions],
+    ) -> list[RankedDocument]:
+        """Return the indices and scores of the `top_n` best documents, the best first; None or 0 returns all."""
+        check_top_n(top_n)
+        return ranking_of(self.score(query, documents, timeout=timeout, **options).rows.tolist(), top_n)
+
+    def classify(self, inputs: PairInputs, *, timeout: float | None = None, **options: Unpack[ScoreOptions]) -> Pooled:
+        """Compute the classes of each text, pair of texts or list of token ids. Errors are those of `embed`."""
+        return self._pool(pooling_call("classify", {"input": inputs}, options, self._model), timeout)
+
+    def submit_pooling(self, call: PoolingCall) -> list[str]:
+        """Put the messages of a call into their queue and return their ids."""
+        with unavailable(self.settings, "submit requests"):
+            return self._submit(call.submissions, batch_size=_BATCH if len(call.submissions) > 1 else 0)
+
+    def _pool(self, call: PoolingCall, timeout: float | None) -> Pooled:
+        answer = call.answer(self.submit_pooling(call))
+        for request_id, event in self.events_many(answer.request_ids, timeout=timeout):
+            answer.add(request_id, event)
+        return answer.pooled()
+
     def cancel(self, request_id: str) -> bool:
         """Cancel the request. One that waits in the queue does not run; a running one stops at its next chunk.
 
@@ -366,7 +424,7 @@ class Client:
         amqp = self._app.amqp
         message = amqp.create_task_message(
             submission.request_id,
-            TASK_NAME,
+            submission.request.task_name,
             args=(),
             kwargs=submission.request.to_kwargs(),
             expires=submission.expires,
@@ -376,7 +434,7 @@ class Client:
         with self.tracing.sending(submission) as context:
             amqp.send_task_message(
                 producer,
-                TASK_NAME,
+                submission.request.task_name,
                 message,
                 queue=Queue(queue_name(submission.model)),
                 declare=[],  # a Redis list needs no declaration

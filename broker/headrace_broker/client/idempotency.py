@@ -9,13 +9,15 @@ import hashlib
 import json
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import redis
 
 from headrace_broker.client.submission import Submission
 from headrace_broker.errors import InvalidRequestError, UsedRequestIdError
 from headrace_broker.keys import IDEMPOTENCY_SECONDS, idempotency_key
+from headrace_broker.messages import GenerateRequest
+from headrace_broker.pooling_messages import PoolingRequest
 from headrace_broker.scripts import script
 
 _CLAIM: Final = script("idempotency_claim")
@@ -65,7 +67,7 @@ class IdempotencyKeys:
                 pipe.execute()
 
     def _bind(self, submission: Submission) -> tuple[str, bool]:
-        content = json.dumps(submission.request.to_kwargs(), sort_keys=True)
+        content = json.dumps(_content(submission.request), sort_keys=True)
         fingerprint = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
         args = (submission.request_id, fingerprint, IDEMPOTENCY_SECONDS)
         known = self._claim(*args, idempotency=_redis_key(submission))
@@ -77,6 +79,12 @@ class IdempotencyKeys:
                 f"idempotency_key {key!r} was used with another prompt or other sampling parameters: choose a new key"
             )
         return request_id, sent == "1"
+
+
+def _content(request: GenerateRequest | PoolingRequest) -> dict[str, Any]:
+    """Return what the key is bound to. Two pooling tasks may have the same keyword arguments."""
+    kwargs = request.to_kwargs()
+    return {**kwargs, "task": request.task} if isinstance(request, PoolingRequest) else kwargs
 
 
 def _redis_key(submission: Submission) -> str:

@@ -16,6 +16,7 @@ from headrace_broker.errors import InvalidRequestError, MalformedEntryError, Mal
 from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.messages import GenerateRequest
 from headrace_broker.packing import pack, unpack
+from headrace_broker.pooling_messages import PoolingRequest
 from headrace_broker.results import ErrorInfo, GenerateResult, RequestFailedError
 from headrace_broker.scripts import script
 from headrace_broker.streams.events import ChunkEvent, EndEvent, StreamEvent
@@ -54,7 +55,7 @@ class RequestStatus:
 class Submission:
     """A checked request with the message headers and properties that the queue uses."""
 
-    request: GenerateRequest
+    request: GenerateRequest | PoolingRequest
     model: str
     request_id: str
     priority: int
@@ -64,7 +65,19 @@ class Submission:
     """Whether the caller chose the request id, which may have been used before."""
 
 
-class SubmitOptions(TypedDict, total=False):
+class QueueOptions(TypedDict, total=False):
+    """Options of any request that say how the queue treats it."""
+
+    model: str | None  # served name; the client's own unless given
+    priority: int | None  # 0 is served first, 9 last
+    expires: float | datetime | None  # the deadline: seconds from now, or a datetime with a time zone
+    tenant: str | None
+    abandon_after: float | None  # 1 to 3600 seconds without a subscriber after which the request is cancelled
+    idempotency_key: str | None  # the same key, model and tenant within a day mean the same request
+    request_id: str | int | uuid.UUID | None  # a new one unless given
+
+
+class SubmitOptions(QueueOptions, total=False):
     """Options of a request besides its prompt and sampling parameters."""
 
     messages: Sequence[Mapping[str, Any]] | None  # chat, instead of a prompt
@@ -73,16 +86,9 @@ class SubmitOptions(TypedDict, total=False):
     add_generation_prompt: bool | None  # the prompt ends where the assistant's turn begins; true unless given
     continue_final_message: bool | None  # the output continues the last message
     prompt_token_ids: Sequence[int] | None  # instead of a prompt
-    model: str | None  # served name; the client's own unless given
     lora: str | None  # name of a LoRA adapter that the model's workers serve
-    priority: int | None  # 0 is served first, 9 last
-    expires: float | datetime | None  # the deadline: seconds from now, or a datetime with a time zone
-    tenant: str | None
     cache_salt: str | None  # only requests of one tenant with the same salt share blocks of a prefix cache
     prefix_key: str | None  # --prefix-affinity treats prompts of one tenant with the same key as if they began alike
-    abandon_after: float | None  # 1 to 3600 seconds without a subscriber after which the request is cancelled
-    idempotency_key: str | None  # the same key, model and tenant within a day mean the same request
-    request_id: str | int | uuid.UUID | None  # a new one unless given
     request: GenerateRequest | None  # made by `GenerateRequest.parse`; replaces the prompt and its options
 
 
@@ -106,6 +112,18 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
     """Check a request and all its options. A given `request` is already checked. Raises InvalidRequestError."""
     problems = [f"unknown option {str(name)[:40]!r}" for name in options if name not in _OPTIONS]
     request = _request(options, problems)
+    return submission_of(request, options, problems, default_model=default_model, now=now)
+
+
+def submission_of(
+    request: GenerateRequest | PoolingRequest,
+    options: SubmitRequest,
+    problems: list[str],
+    *,
+    default_model: str | None,
+    now: Callable[[], float] = time.time,
+) -> Submission:
+    """Check the options of a checked request. Raises InvalidRequestError with their problems after `problems`."""
     model = options.get("model")
     model = default_model if model is None else model
     if model is None:
@@ -120,12 +138,11 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
     if not _REQUEST_ID.fullmatch(request_id):
         given = shown(options.get("request_id"))
         problems.append(f"request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : -, got {given}")
-    headers: dict[str, Any] = {
-        "enqueued_at": now(),
-        "prefix": prefix_of(request, model if isinstance(model, str) else ""),
-    }
-    if (choices := request.sampling_params.get("n") or 1) > 1:
-        headers["choices"] = choices
+    headers: dict[str, Any] = {"enqueued_at": now()}
+    if isinstance(request, GenerateRequest):
+        headers["prefix"] = prefix_of(request, model if isinstance(model, str) else "")
+        if (choices := request.sampling_params.get("n") or 1) > 1:
+            headers["choices"] = choices
     for header in ("tenant", "cache_salt", "idempotency_key"):
         if (value := options.get(header)) is not None:
             problems += name_problems(header, value)

@@ -1,7 +1,7 @@
 """The entries of a request's stream, and their wire format.
 
-The entry ID is `<attempt>-<tokens so far>`: the tokens of all choices and attempts, including this entry's. The fields
-are `type` (start, chunk or end) and `data`, a msgpack map.
+The entry ID is `<attempt>-<tokens so far>`: the tokens of all choices and attempts, including this entry's. A pooling
+request counts its inputs instead. The fields are `type` (start, chunk or end) and `data`, a msgpack map.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,19 +60,36 @@ class ChunkEvent:
     """In the first chunk of choice 0, if the request asked for them."""
 
 
+@dataclass(slots=True)
+class RowsEvent:
+    """New rows of a pooling request, in the order of its inputs."""
+
+    entry_id: str
+    attempt: int
+    first: int
+    """Index of the first row's input."""
+    count: int
+    data: bytes = field(repr=False)
+    """The rows: little-endian float32."""
+
+
 @dataclass(frozen=True, slots=True)
 class EndEvent:
     """The last entry of the stream. If the request did not succeed, `error` says why."""
 
     entry_id: str
     attempt: int
-    tokens: int  # of all choices and attempts
+    tokens: int  # of all choices and attempts; of a pooling request, its inputs that have rows
     finish_reason: str  # a FinishReason, or one that a newer worker knows
     usage: Usage | None = None
     error: ErrorInfo | None = None
+    truncated: tuple[int, ...] = ()
+    """Of a pooling request: indices of the inputs that were cut."""
+    labels: tuple[str, ...] = ()
+    """Of a classification: names of the classes, in the order of each row."""
 
 
-StreamEvent: TypeAlias = StartEvent | ChunkEvent | EndEvent
+StreamEvent: TypeAlias = StartEvent | ChunkEvent | RowsEvent | EndEvent
 
 
 def read_entry(entry_id: bytes, fields: Mapping[bytes, bytes]) -> StreamEvent:
@@ -93,6 +110,8 @@ def read_flat_entry(entry: Sequence[Any]) -> StreamEvent:
 
 
 def _event(entry_id: str, attempt: int, offset: int, kind: bytes, data: dict[str, Any]) -> StreamEvent:
+    if kind == b"chunk" and "bytes" in data:
+        return RowsEvent(entry_id, attempt, data["first"], data["count"], bytes(data["bytes"]))
     if kind == b"chunk":
         return ChunkEvent(
             entry_id,
@@ -126,5 +145,7 @@ def _event(entry_id: str, attempt: int, offset: int, kind: bytes, data: dict[str
             finish_reason=data["finish_reason"],
             usage=Usage.from_wire(data["usage"]) if data["usage"] is not None else None,
             error=ErrorInfo.from_wire(data["error"]) if data["error"] is not None else None,
+            truncated=tuple(data.get("truncated") or ()),
+            labels=tuple(data.get("labels") or ()),
         )
     raise MalformedEntryError(f"unknown entry type {kind!r}")

@@ -23,12 +23,20 @@ from headrace_broker.keys import (
     stream_key,
 )
 from headrace_broker.models.identity import ModelIdentity
-from headrace_broker.packing import pack
+from headrace_broker.packing import pack, pack_rows
 from headrace_broker.results import ErrorInfo, PromptLogprobs, TokenLogprobs, Usage, logprob_bytes_to_wire
 from headrace_broker.scripts import script
 from headrace_broker.server.connections import REDIS_ERRORS
 from headrace_broker.server.held_connection import HeldConnection
-from headrace_broker.streams.events import ChunkEvent, EndEvent, StartEvent, StreamEvent, read_entry, read_flat_entry
+from headrace_broker.streams.events import (
+    ChunkEvent,
+    EndEvent,
+    RowsEvent,
+    StartEvent,
+    StreamEvent,
+    read_entry,
+    read_flat_entry,
+)
 
 END_STREAM: Final = script("stream_prelude", "stream_end")
 _CLAIM: Final = script("stream_prelude", "stream_claim")
@@ -111,6 +119,12 @@ class StreamWrite:
         return cls(request_id, attempt, f"{attempt}-{offset}", before, "chunk", pack(data))
 
     @classmethod
+    def rows(cls, request_id: str, attempt: int, first: int, count: int, data: bytes) -> Self:
+        """Make the entry of rows of a pooling request. `first` counts the rows of all attempts before them."""
+        packed = pack_rows({"first": first, "count": count, "bytes": data})
+        return cls(request_id, attempt, f"{attempt}-{first + count}", f"{attempt}-{first}", "chunk", packed)
+
+    @classmethod
     def end(
         cls,
         request_id: str,
@@ -120,9 +134,13 @@ class StreamWrite:
         finish_reason: str,
         usage: Usage | None = None,
         error: ErrorInfo | None = None,
+        **about: Any,
     ) -> Self:
-        """Make the end entry, the attempt's last one. `tokens` counts the tokens of all choices and attempts."""
-        data = pack(end_data(finish_reason, usage, error))
+        """Make the end entry, the attempt's last one. `tokens` counts the tokens, or rows, of all attempts.
+
+        `about` are further values of the entry.
+        """
+        data = pack(end_data(finish_reason, usage, error) | about)
         return cls(request_id, attempt, f"{attempt}-{tokens + 1}", f"{attempt}-{tokens}", "end", data)
 
 
@@ -173,14 +191,18 @@ class StreamClaim:
 
 
 def begun_with(entries: Iterable[StreamEvent], model: ModelIdentity) -> ModelIdentity | None:
-    """Return the other model that computed tokens of these entries, if its weights differ from `model`'s; else None."""
+    """Return the other model that computed output of these entries, if its weights differ from `model`'s; else None."""
     current: ModelIdentity | None = None
     for entry in entries:
         if isinstance(entry, StartEvent):
             current = entry.model
-        elif isinstance(entry, ChunkEvent) and entry.token_ids and current is not None and current.differs_from(model):
+        elif _has_output(entry) and current is not None and current.differs_from(model):
             return current
     return None
+
+
+def _has_output(entry: StreamEvent) -> bool:
+    return isinstance(entry, RowsEvent) or (isinstance(entry, ChunkEvent) and bool(entry.token_ids))
 
 
 def draws_of(entries: Iterable[StreamEvent]) -> set[str]:

@@ -48,7 +48,7 @@ class MessageStream(AnswerStream):
             return []
         if isinstance(event, ChunkEvent):
             return [*self._begin(), *self._blocks(event)]
-        return self._end(event)
+        return self._end(event) if isinstance(event, EndEvent) else []
 
     def _begin(self) -> Iterator[Event]:
         if self._text is not None:

@@ -42,7 +42,7 @@ class ChatStream(AnswerStream):
                 chunks = chunks or [self._chunk(event.index, {"content": ""}, event)]
                 chunks[0]["prompt_logprobs"] = prompt_logprobs_shape(event.prompt_logprobs)
             return chunks
-        return self._end(event)
+        return self._end(event) if isinstance(event, EndEvent) else []
 
     def _start(self, event: StartEvent) -> None:
         if self._has_started:

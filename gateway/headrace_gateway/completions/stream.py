@@ -40,6 +40,8 @@ class CompletionStream(AnswerStream):
             return []
         if isinstance(event, EndEvent):
             return self._end(event)
+        if not isinstance(event, ChunkEvent):
+            return []
         prompt.num_generated = event.offset
         return [self._chunk(part) for part in prompt.parts(event)]
 

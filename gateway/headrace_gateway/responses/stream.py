@@ -57,7 +57,7 @@ class ResponseStream(AnswerStream):
             return self._start(event)
         if isinstance(event, ChunkEvent):
             return self._chunk(event)
-        return self._end(event)
+        return self._end(event) if isinstance(event, EndEvent) else []
 
     def state(self) -> Chunk:
         """Return the fields of the object that change while it is written. The request determines all others."""

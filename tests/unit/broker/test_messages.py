@@ -125,6 +125,13 @@ def test_numbers_and_arrays_of_numpy_are_sent_as_plain_ones() -> None:
         assert problems_of({"prompt_token_ids": wrong})
 
 
+def test_the_keys_of_pooling_tasks_are_refused_with_the_name_of_the_task() -> None:
+    assert [*problems_of({"prompt": "x", "input": ["y"], "documents": ["z"]})] == [
+        "unknown key 'input': the task headrace.embed or headrace.classify takes it",
+        "unknown key 'documents': the task headrace.score takes it",
+    ]
+
+
 @given(HOSTILE)
 def test_any_input_is_parsed_or_refused(kwargs: dict[str, Any]) -> None:
     try:

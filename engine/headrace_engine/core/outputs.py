@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
-from headrace_engine.requests.pooling_request import PooledRows
 from headrace_engine.requests.request import FinishReason
 from headrace_engine.runner.contracts import TokenLogprobs
 
@@ -23,6 +22,22 @@ class EngineCoreOutput:
     stop_reason: int | str | None = None
     """The stop token that ended the choice, or `repetition_detected`."""
     error: str | None = None
+
+
+@dataclass(slots=True)  # not kw_only: the wire has only the values, in this order
+class PooledRows:
+    """The rows of a `PoolingCoreRequest` that a step has computed, in the order of its inputs."""
+
+    request_id: str
+    first: int
+    """Index of the first row's input in the message."""
+    count: int
+    data: bytes = field(repr=False)
+    """Little-endian float32: `count` rows of equal length, each finite."""
+    is_last: bool = False
+    """Whether the message has no inputs after these."""
+    error: str | None = None
+    """Why the message ended without its other rows."""
 
 
 @dataclass(slots=True)  # not kw_only: the wire has only the values, in this order
@@ -88,7 +103,7 @@ class EngineCoreOutputs:
                 for o in self.outputs
             ],
             [getattr(self.stats, name) for name in STEP_STATS],
-            [rows.to_wire() for rows in self.rows],
+            [[getattr(rows, name) for name in PooledRows.__slots__] for rows in self.rows],
         ]
 
     @classmethod
@@ -108,5 +123,5 @@ class EngineCoreOutputs:
                 for request_id, token_ids, num_cached, logprobs, prompt_logprobs, reason, stop_reason, error in wire[0]
             ],
             stats=StepStats(*wire[1]),
-            rows=[PooledRows.from_wire(rows) for rows in wire[2]],
+            rows=[PooledRows(*rows) for rows in wire[2]],
         )

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from headrace_engine.requests.lora_request import LoRARequest
+from headrace_engine.requests.pooling_request import PoolingTask
 from headrace_engine.requests.sampling_params import SamplingParams
-from headrace_wire.pooling import PoolingTask
 
 DRAWS: Final = "headrace-1"
 """Version of the sampling algorithm of all runners. The same logits, seed and position give the same token.
@@ -174,9 +174,9 @@ class PoolingInfo:
     """Name of a prompt -> the text before each input."""
     default_prompt_name: str | None = None
     pools_prompt: bool = True
-    """Whether the prompt's tokens are part of the pooling. False sets `PoolingInput.pooled_from`."""
-    do_lower_case: bool = False
-    """Whether texts are converted to lower case before the tokenizer gets them."""
+    """Whether the prompt's tokens are part of the pooling."""
+    max_step_tokens: int = 1024
+    """Tokens of a step, unless one input has more."""
     batch_invariant: bool = False
     """Whether the row of an input has the same bytes whatever else a step computes."""
 

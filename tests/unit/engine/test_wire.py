@@ -8,11 +8,11 @@ from typing import Any
 import msgpack
 import pytest
 
-from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
+from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, PooledRows, StepStats
 from headrace_engine.errors import ConfigError
 from headrace_engine.options.config import EngineConfig
 from headrace_engine.options.engine_args import EngineArgs
-from headrace_engine.requests.pooling_request import PooledRows, PoolingCoreRequest, PoolingInput
+from headrace_engine.requests.pooling_request import PoolingCoreRequest
 from headrace_engine.requests.request import EngineCoreRequest, FinishReason
 from headrace_engine.runner.contracts import ModelInfo, PoolingInfo
 from unit.engine.fake_runner import fake_config
@@ -42,13 +42,11 @@ def test_a_request_survives_the_wire() -> None:
 
 
 def test_a_pooling_request_and_its_rows_survive_the_wire() -> None:
-    inputs = [PoolingInput(token_ids=[1, 2], second_from=1), PoolingInput(token_ids=[3], pooled_from=1)]
-    sent = PoolingCoreRequest(request_id="a", inputs=inputs, first=4, dimensions=2, use_activation=False, priority=3)
+    sent = PoolingCoreRequest(
+        request_id="a", task="score", inputs=[[1, 2], [3]], first=4, second_from=[1, 0], dimensions=2, activation=False
+    )
     assert PoolingCoreRequest.from_wire(over_the_wire(sent.to_wire())) == sent
-    rows = [
-        PooledRows(request_id="a", first=4, count=1, data=b"\xff\x00\x80?"),
-        PooledRows(request_id="a", first=5, count=0, data=b"", finished=True, error="no"),
-    ]
+    rows = [PooledRows("a", 4, 1, b"\xff\x00\x80?"), PooledRows("a", 5, 0, b"", True, "no")]
     step = EngineCoreOutputs(outputs=[], stats=StepStats(), rows=rows)
     assert EngineCoreOutputs.from_wire(over_the_wire(step.to_wire())) == step
 

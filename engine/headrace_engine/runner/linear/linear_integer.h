@@ -6,8 +6,7 @@
  */
 typedef struct {
     int8_t x[GROUP];
-    float scale, sum; /* sum: of x */
-    int32_t halves[2];
+    float scale, sum, halves[2]; /* sum: of x; halves: the sums of its halves */
 } quantised_group;
 
 #ifdef __AVX512F__
@@ -26,7 +25,10 @@ static inline int64_t quantised_floats(const linear_args *a) {
 /* Rounds a group. Its scale is the largest magnitude / 127. NaN and infinity give a scale of NaN. */
 static inline void quantise_group(const linear_args *a, int64_t from, int k, float norm, quantised_group *g) {
     f32x x[GROUP / LANES];
-    i32x largest = {0}, rounded[GROUP / LANES];
+    i32x largest = {0};
+#ifndef __AVX512F__
+    __m256i rounded[GROUP / LANES];
+#endif
     for (int i = 0; i < GROUP / LANES; i++) {
         x[i] = a->dtype == FLOAT32 ? load_inputs(a, from, k + i * LANES, norm, FLOAT32)
                                    : load_inputs(a, from, k + i * LANES, norm, BFLOAT16);
@@ -40,20 +42,25 @@ static inline void quantise_group(const linear_args *a, int64_t from, int k, flo
     int is_finite = most < 0x7f800000, is_zero = magnitude < 1e-30f; /* below, 127 / magnitude may overflow */
     float inverse = is_finite && !is_zero ? 127.0f / magnitude : 0.0f;
     g->scale = !is_finite ? NAN : is_zero ? 0.0f : magnitude / 127.0f;
-    int32_t values[GROUP];
     for (int i = 0; i < GROUP / LANES; i++) {
         f32x scaled = is_finite ? x[i] * inverse : (f32x){0};
 #ifdef __AVX512F__
-        rounded[i] = (i32x)_mm512_cvtps_epi32((__m512)scaled);
+        _mm_storeu_si128((__m128i *)(g->x + i * LANES), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32((__m512)scaled)));
 #else
-        rounded[i] = (i32x)_mm256_cvtps_epi32((__m256)scaled);
+        rounded[i] = _mm256_cvtps_epi32((__m256)scaled);
 #endif
-        memcpy(values + i * LANES, &rounded[i], sizeof rounded[i]);
     }
-    g->halves[0] = g->halves[1] = 0;
-    for (int i = 0; i < GROUP / 2; i++) g->halves[0] += values[i], g->halves[1] += values[GROUP / 2 + i];
-    for (int i = 0; i < GROUP; i++) g->x[i] = (int8_t)values[i];
-    g->sum = (float)(g->halves[0] + g->halves[1]);
+#ifndef __AVX512F__
+    __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(rounded[0], rounded[1]), _mm256_packs_epi32(rounded[2], rounded[3]));
+    bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)); /* packs mixes the halves of vectors */
+    _mm256_storeu_si256((__m256i *)g->x, bytes);
+#endif
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_loadu_si256((const __m256i *)g->x));
+    __m256i fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+    fours = _mm256_hadd_epi32(fours, fours);
+    int32_t halves[2] = {_mm256_extract_epi32(fours, 0) + _mm256_extract_epi32(fours, 1),
+                         _mm256_extract_epi32(fours, 4) + _mm256_extract_epi32(fours, 5)};
+    g->halves[0] = (float)halves[0], g->halves[1] = (float)halves[1], g->sum = (float)(halves[0] + halves[1]);
 }
 
 /* Rows of a tile in memory: a power of two. The rows after the last one are zeros. */
@@ -72,27 +79,27 @@ static void quantise_tile(const linear_args *a, float *packed, int64_t tile) {
     }
 }
 
-/* Returns sum + the products of the four bytes in each dword. `codes` are unsigned, of `bits` bits. */
-ALWAYS_INLINE i32x add_dot(i32x sum, u32x codes, u32x x, int bits) {
-#if defined(__AVX512VNNI__) && defined(__AVX512F__)
-    (void)bits;
-    return (i32x)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)x);
-#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
-    (void)bits;
-    return (i32x)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)x);
-#else /* pairs of products are added in 16 bits: 8 bits would overflow, so they are halved to two times 4 */
-#ifdef __AVX512F__
-#define ADD_PAIRS(SUM, CODES, TIMES)                                                                        \
-    (SUM + (i32x)_mm512_madd_epi16(_mm512_maddubs_epi16((__m512i)(CODES), (__m512i)x), _mm512_set1_epi16(TIMES)))
+#if (defined(__AVX512VNNI__) && defined(__AVX512F__)) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+#define HAS_DOT_OF_BYTES 1
 #else
-#define ADD_PAIRS(SUM, CODES, TIMES)                                                                        \
-    (SUM + (i32x)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)(CODES), (__m256i)x), _mm256_set1_epi16(TIMES)))
+#define HAS_DOT_OF_BYTES 0
 #endif
-    if (bits < 8) return ADD_PAIRS(sum, codes, 1);
-    sum = ADD_PAIRS(sum, codes & 0x0f0f0f0f, 1);
-    return ADD_PAIRS(sum, (codes >> 4) & 0x0f0f0f0f, 16);
-#endif
+
+/* Quads that are multiplied at once. Without a dot product of bytes, pairs of products are added in 16 bits: two products of a code
+ * below 2^bits and an input of at most 127, for each quad. For 4 bits there is room for a group, for 5 and 6 bits for two quads. 8
+ * bits are made signed first: of at most 128. */
+ALWAYS_INLINE int quads_at_once(const block_format f) {
+    if (HAS_DOT_OF_BYTES) return f.scales == K_HALVES ? QUADS / 2 : QUADS;
+    return f.bits == 8 ? 1 : 2;
 }
+
+/* Returns codes as they are multiplied. */
+ALWAYS_INLINE u32x multiplied_codes(const block_format f, u32x codes) {
+    return !HAS_DOT_OF_BYTES && f.bits == 8 ? codes ^ 0x80808080 : codes;
+}
+
+/* Returns what is subtracted from the codes after they are multiplied. */
+ALWAYS_INLINE int offset_of_products(const block_format f) { return !HAS_DOT_OF_BYTES && f.bits == 8 ? 0 : f.offset; }
 
 ALWAYS_INLINE u32x broadcast_quad(const quantised_group *g, int quad) {
     uint32_t four;
@@ -100,21 +107,62 @@ ALWAYS_INLINE u32x broadcast_quad(const quantised_group *g, int quad) {
     return four - (u32x){0};
 }
 
-/* Adds the products of a group to the sums of one row. */
-ALWAYS_INLINE f32x add_group(const block_format f, f32x sum, const u32x *quads, const group_scales *s, const quantised_group *g) {
-    i32x first = -f.offset * g->halves[0] - (i32x){0}, second = -f.offset * g->halves[1] - (i32x){0};
-#pragma GCC unroll 4
-    for (int quad = 0; quad < QUADS / 2; quad++) {
-        first = add_dot(first, quads[quad], broadcast_quad(g, quad), f.bits);
-        second = add_dot(second, quads[quad + QUADS / 2], broadcast_quad(g, quad + QUADS / 2), f.bits);
+/* Returns sum + the products of `quads`, the first of which is quad `first` of the group. */
+ALWAYS_INLINE i32x add_products(const block_format f, i32x sum, const u32x *quads, int first, const quantised_group *g) {
+#if HAS_DOT_OF_BYTES
+#ifdef __AVX512F__
+#define ADD_DOT(SUM, CODES, X) (i32x)_mm512_dpbusd_epi32((__m512i)(SUM), (__m512i)(CODES), (__m512i)(X))
+#else
+#define ADD_DOT(SUM, CODES, X) (i32x)_mm256_dpbusd_avx_epi32((__m256i)(SUM), (__m256i)(CODES), (__m256i)(X))
+#endif
+    i32x other = {0}; /* two chains of dependent instructions */
+#pragma GCC unroll 8
+    for (int i = 0; i < quads_at_once(f); i += 2) {
+        sum = ADD_DOT(sum, quads[i], broadcast_quad(g, first + i));
+        other = ADD_DOT(other, quads[i + 1], broadcast_quad(g, first + i + 1));
     }
+    return sum + other;
+#else
+#ifdef __AVX512F__
+#define VECTOR __m512i
+#define NAME(OPERATION) _mm512_##OPERATION
+#define NEGATE(X, SIGNS) _mm512_mask_sub_epi8(X, _mm512_movepi8_mask(SIGNS), _mm512_setzero_si512(), X)
+#else
+#define VECTOR __m256i
+#define NAME(OPERATION) _mm256_##OPERATION
+#define NEGATE(X, SIGNS) _mm256_sign_epi8(X, SIGNS)
+#endif
+    VECTOR pairs = f.bits == 4 ? (VECTOR)sum : (VECTOR){0};
+#pragma GCC unroll 8
+    for (int i = 0; i < quads_at_once(f); i++) {
+        VECTOR codes = (VECTOR)quads[i], x = (VECTOR)broadcast_quad(g, first + i);
+        if (f.bits == 8) x = NEGATE(x, codes), codes = NAME(abs_epi8)(codes);
+        VECTOR products = NAME(maddubs_epi16)(codes, x);
+        pairs = i || f.bits == 4 ? NAME(add_epi16)(pairs, products) : products;
+    }
+    sum = f.bits == 4 ? (i32x)pairs : sum + (i32x)NAME(madd_epi16)(pairs, NAME(set1_epi16)(1));
+    __asm__("" : "+v"(sum)); /* else GCC stores all products before it adds them */
+    return sum;
+#endif
+}
+
+/* Returns the sum of (code - offset) x. It is an integer below 2^24, so nothing is rounded. */
+ALWAYS_INLINE f32x without_offset(const block_format f, i32x products, float sum_of_x) {
+#if !HAS_DOT_OF_BYTES
+    if (f.bits == 4) products = (i32x)NAME(madd_epi16)((VECTOR)products, NAME(set1_epi16)(1));
+#endif
+    f32x exact = __builtin_convertvector(products, f32x);
+    return offset_of_products(f) ? multiply_add(broadcast(-offset_of_products(f)), broadcast(sum_of_x), exact) : exact;
+}
+
+/* Adds a group to the sum of one row. `products`: of each half with K_HALVES, else [0] is of the group. */
+ALWAYS_INLINE f32x add_group(const block_format f, f32x sum, const i32x *products, const group_scales *s, const quantised_group *g) {
     f32x scale = broadcast(g->scale);
-    if (f.scales == K_HALVES) { /* the sum of both halves is an integer below 2^24: exact */
-        f32x whole = multiply_add(s->scale[1], __builtin_convertvector(second, f32x),
-                                  s->scale[0] * __builtin_convertvector(first, f32x));
-        return multiply_add(s->d * scale, whole, sum);
+    if (f.scales == K_HALVES) { /* the sum of both halves is an integer below 2^24, too */
+        f32x first = without_offset(f, products[0], g->halves[0]), second = without_offset(f, products[1], g->halves[1]);
+        return multiply_add(s->d * scale, multiply_add(s->scale[1], second, s->scale[0] * first), sum);
     }
-    f32x whole = __builtin_convertvector(first + second, f32x);
+    f32x whole = without_offset(f, products[0], g->sum);
     if (f.scales == PLAIN) return multiply_add(s->scale[0] * scale, whole, sum);
     return multiply_add(scale, multiply_add(s->scale[0], whole, s->added * g->sum), sum);
 }
@@ -131,14 +179,26 @@ ALWAYS_INLINE void multiply_strip(const block_format f, const uint8_t *strip, co
         strip += head_bytes(f);
         for (int group = 0; group < f.groups; group++, strip += group_bytes(f), tile += ROWS) {
             for (int at = 0; at < group_bytes(f); at += LINE) __builtin_prefetch(strip + STRIP_AHEAD + at, 0, 3);
+            i32x products[INTEGER_TILE][PARTS][2] = {0};
+#pragma GCC unroll 8
+            for (int from = 0; from < QUADS; from += quads_at_once(f)) {
+                int half = f.scales == K_HALVES && from >= QUADS / 2;
+                u32x quads[PARTS][QUADS];
+#pragma GCC unroll 8
+                for (int i = 0; i < quads_at_once(f); i++)
+#pragma GCC unroll 2
+                    for (int part = 0; part < PARTS; part++) quads[part][i] = multiplied_codes(f, load_quad(f, strip, part, from + i));
+#pragma GCC unroll 8
+                for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 2
+                    for (int part = 0; part < PARTS; part++)
+                        products[i][part][half] = add_products(f, products[i][part][half], quads[part], from, tile + i);
+            }
 #pragma GCC unroll 2
             for (int part = 0; part < PARTS; part++) {
-                u32x quads[QUADS];
-#pragma GCC unroll 8
-                for (int quad = 0; quad < QUADS; quad++) quads[quad] = load_quad(f, strip, part, quad);
                 group_scales s = load_scales(f, head, strip + code_bytes(f), part);
 #pragma GCC unroll 8
-                for (int i = 0; i < ROWS; i++) sum[i][part] = add_group(f, sum[i][part], quads, &s, tile + i);
+                for (int i = 0; i < ROWS; i++) sum[i][part] = add_group(f, sum[i][part], products[i][part], &s, tile + i);
             }
         }
     }

@@ -20,6 +20,7 @@ from headrace_engine.runner.attention import triton_kernels
 from headrace_engine.runner.attention.triton_backend import TritonBackend
 from headrace_engine.runner.elementwise import triton_kernels as elementwise_kernels
 from headrace_engine.runner.elementwise import triton_ops
+from headrace_engine.runner.elementwise.ops import Activation
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_PROCESSORS = 132
@@ -77,17 +78,17 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) 
 
 def elementwise() -> None:
     """The passes between the products of a layer of Qwen3-8B's shape, with and without head norms."""
-    names = ("add_rms_norm_kernel", "norm_rope_kernel", "silu_mul_kernel")
+    names = ("add_rms_norm_kernel", "norm_rope_kernel", "gate_kernel")
     recorders = [Recorder(getattr(elementwise_kernels, name)) for name in names]
     for name, recorder in zip(names, recorders, strict=True):
         setattr(elementwise_kernels, name, recorder)
     hidden, qkv, gate_up, cosine = (torch.zeros(64, size, dtype=torch.bfloat16) for size in (4096, 6144, 24576, 128))
     heads: dict[str, Any] = {"q_heads": 32, "k_heads": 8, "head_dim": 128, "cosine": cosine, "sine": cosine}
     for delta in (None, hidden):
-        triton_ops.add_rms_norm(hidden, delta, hidden[0], 1e-5)
-    for weight in (None, cosine[0]):
+        triton_ops.add_rms_norm(hidden, delta, hidden[0].float(), 1e-5)
+    for weight in (None, cosine[0].float()):
         triton_ops.norm_rope(qkv, **heads, q_weight=weight, k_weight=weight, eps=1e-6)
-    triton_ops.silu_mul(gate_up)
+    triton_ops.gate(gate_up, Activation.SILU)
     for name, recorder in zip(names, recorders, strict=True):
         setattr(elementwise_kernels, name, recorder.kernel)
     for name, recorder in zip(names, recorders, strict=True):

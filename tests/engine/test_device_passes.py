@@ -21,7 +21,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from headrace_engine.runner.elementwise import torch_ops, triton_ops
-from headrace_engine.runner.elementwise.ops import ElementwiseOps
+from headrace_engine.runner.elementwise.ops import Activation, ElementwiseOps
 
 pytestmark = pytest.mark.rotated_file("engine/headrace_engine/runner/elementwise", "engine/headrace_engine/runner/cuda")
 
@@ -65,9 +65,10 @@ class Exact:
         crossed = torch.cat((-second, first), dim=-1)
         return self.rounded(self.rounded(x * cosine.double()) + self.rounded(crossed * sine.double()))
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.double().chunk(2, dim=-1)
-        return self.rounded(self.rounded(nn.functional.silu(gate)) * up)
+        gelu = nn.functional.gelu(gate, approximate="tanh")
+        return self.rounded(self.rounded(nn.functional.silu(gate) if activation is Activation.SILU else gelu) * up)
 
 
 def check(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -91,13 +92,16 @@ def test_the_norm_is_that_of_the_sum_which_stays_behind(
     passes: ElementwiseOps, rows: int, features: int, seed: int, dtype: torch.dtype, adds: bool
 ) -> None:
     hidden, delta = (random(seed + own, rows, features, dtype=dtype, spread=1.0 + own) for own in range(2))
-    weight, exact = random(seed + 2, features, dtype=dtype), Exact(passes, dtype)
+    weight, exact = random(seed + 2, features), Exact(passes, dtype)
     summed = hidden.double()
     if adds:
         summed = exact.rounded(hidden.double() + delta.double())
     out = passes.add_rms_norm(hidden, delta if adds else None, weight, 1e-5)
     check(hidden, summed)
     check(out, exact.norm(hidden.double(), weight, 1e-5))
+    expected = exact.rounded(hidden.double() + exact.norm(delta.double(), weight, 1e-5))
+    passes.add_normed(hidden, delta, weight, 1e-5)
+    check(hidden, expected)
 
 
 @forms
@@ -129,7 +133,7 @@ def test_queries_and_keys_are_normalised_and_turned_and_values_left_alone(
     rotary_dim = int(head_dim * turned) // 2 * 2
     num_heads, exact = q_heads + k_heads, Exact(passes, dtype)
     qkv = random(seed, tokens, (num_heads + k_heads) * head_dim, dtype=dtype, spread=2.0)
-    weights = [random(seed + own, head_dim, dtype=dtype) if norms else None for own in (1, 2)]
+    weights = [random(seed + own, head_dim) if norms else None for own in (1, 2)]
     # unlike those of transformers, the halves differ: each must be read where it lies
     angles = random(seed + 3, tokens, rotary_dim, spread=3.0)
     cosine, sine = (angles.cos().to(dtype), angles.sin().to(dtype)) if rotary_dim else (None, None)
@@ -158,7 +162,11 @@ def test_the_gate_opens_for_its_own_feature_far_into_both_tails(
 ) -> None:
     gate_up = random(seed, rows, 2 * features, dtype=dtype, spread=3.0)
     gate_up[0, 0], gate_up[-1, features - 1] = -200.0, 200.0
-    check(passes.silu_mul(gate_up), Exact(passes, dtype).silu_mul(gate_up))
+    check(passes.gate(gate_up, Activation.SILU), Exact(passes, dtype).gate(gate_up, Activation.SILU))
+    # The tanh of float32 loses the small side of GELU.
+    found = passes.gate(gate_up, Activation.GELU_TANH).double()
+    expected = Exact(passes, dtype).gate(gate_up, Activation.GELU_TANH).double()
+    torch.testing.assert_close(found, expected, rtol=2**-6 if dtype is torch.bfloat16 else 1e-5, atol=1e-4)
 
 
 @forms
@@ -168,7 +176,7 @@ def test_a_value_that_is_no_number_stays_in_its_row(passes: ElementwiseOps) -> N
         each[1, 3] = float("nan")
     ones = torch.ones(48, device=DEVICE)
     passes.norm_rope(qkv, 2, 1, 12, q_weight=ones[:12], k_weight=ones[:12], eps=1e-6, cosine=None, sine=None)
-    for out in (passes.add_rms_norm(hidden, None, ones, 1e-6), qkv, passes.silu_mul(gate_up)):
+    for out in (passes.add_rms_norm(hidden, None, ones, 1e-6), qkv, passes.gate(gate_up, Activation.GELU_TANH)):
         assert out.isnan().any(dim=-1).tolist() == [False, True, False, False]
 
 
@@ -191,7 +199,7 @@ def test_plain_torch_gives_the_bits_of_transformers_modules(dtype: torch.dtype) 
 
     # Of whole vectors: what is left of a row torch computes one by one, with another last bit where it has AVX-512.
     gate, up = random(5, 7, 64, dtype=dtype), random(6, 7, 64, dtype=dtype)
-    assert torch.equal(torch_ops.silu_mul(torch.cat([gate, up], dim=1)), nn.functional.silu(gate) * up)
+    assert torch.equal(torch_ops.gate(torch.cat([gate, up], dim=1), Activation.SILU), nn.functional.silu(gate) * up)
 
 
 @needs_triton
@@ -221,7 +229,7 @@ def test_the_kernels_compile_for_hopper() -> None:
         "add_rms_norm_kernel",
         "norm_rope_kernel",
         "norm_rope_kernel",
-        "silu_mul_kernel",
+        "gate_kernel",
     ]
     # they hold their row in registers: what is shared is for sums
     assert max(int(size) for _, size in sizes) <= 4 << 10

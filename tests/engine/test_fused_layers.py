@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from engine.model_families import MAX_POSITIONS
 from engine.tiny_models import TinyModel
 from headrace_engine.options.engine_args import EngineArgs
 from headrace_engine.runner.elementwise import native_ops
+from headrace_engine.runner.elementwise.ops import Activation, Norm
 from headrace_engine.runner.fused import fusion
 from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer
 from headrace_engine.runner.fused.decoder_stack import DecoderStack, stackable
@@ -55,7 +58,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 @pytest.mark.parametrize("features", [8, 24, 576])
 def test_add_rms_norm_computes_what_torch_does(dtype: torch.dtype, rows: int, features: int) -> None:
     hidden, delta = random(rows, features, dtype=dtype), random(rows, features, dtype=dtype) * 2
-    weight = random(features, dtype=dtype)
+    weight = random(features, dtype=torch.float32)
     summed = (hidden.float() + delta.float()).to(dtype)
     close(native_ops.add_rms_norm(hidden.clone(), None, weight, 1e-5), normed(hidden, weight, 1e-5).to(dtype))
     out = native_ops.add_rms_norm(hidden, delta, weight, 1e-5)
@@ -65,10 +68,25 @@ def test_add_rms_norm_computes_what_torch_does(dtype: torch.dtype, rows: int, fe
 
 @dtypes
 @rows
-def test_silu_mul_computes_what_torch_does(dtype: torch.dtype, rows: int) -> None:
+def test_add_normed_computes_what_torch_does(dtype: torch.dtype, rows: int) -> None:
+    hidden, delta = random(rows, 100, dtype=dtype), random(rows, 100, dtype=dtype) * 2
+    weight = random(100, dtype=torch.float32)
+    expected = (hidden.float() + normed(delta, weight, 1e-5)).to(dtype)
+    native_ops.add_normed(hidden, delta, weight, 1e-5)
+    close(hidden, expected)
+
+
+def activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
+    return nn.functional.silu(gate) if activation is Activation.SILU else nn.functional.gelu(gate, approximate="tanh")
+
+
+@dtypes
+@rows
+@pytest.mark.parametrize("activation", Activation)
+def test_a_gate_computes_what_torch_does(dtype: torch.dtype, rows: int, activation: Activation) -> None:
     gate_up = random(rows, 2 * 300, dtype=dtype) * 20  # far into both tails, and no multiple of a vector
     gate, up = gate_up.float().chunk(2, dim=-1)
-    close(native_ops.silu_mul(gate_up), (nn.functional.silu(gate) * up).to(dtype))
+    close(native_ops.gate(gate_up, activation), (activated(gate, activation) * up).to(dtype))
 
 
 @dtypes
@@ -79,7 +97,7 @@ def test_head_norms_and_rotation_touch_queries_and_keys_alone(
     dtype: torch.dtype, rows: int, with_norm: bool, rotary_dim: int
 ) -> None:
     qkv = random(rows, (4 + 2 + 2) * 16, dtype=dtype)
-    weights = [random(16, dtype=dtype) + 1 for _ in range(2)] if with_norm else [None, None]
+    weights = [random(16, dtype=torch.float32) + 1 for _ in range(2)] if with_norm else [None, None]
     angles = random(rows, rotary_dim // 2, dtype=torch.float32).repeat(1, 2)
     cosine, sine = (angles.cos().to(dtype), angles.sin().to(dtype)) if rotary_dim else (None, None)
     heads = qkv.float().view(rows, 8, 16).clone()
@@ -96,11 +114,45 @@ def test_head_norms_and_rotation_touch_queries_and_keys_alone(
     close(qkv, heads.view(rows, -1).to(dtype))
 
 
+@dtypes
+@rows
+def test_a_norm_of_all_heads_together_is_one_of_the_queries_and_one_of_the_keys(dtype: torch.dtype, rows: int) -> None:
+    qkv = random(rows, (4 + 2 + 2) * 16, dtype=dtype)
+    q_weight, k_weight = random(64, dtype=torch.float32) + 1, random(32, dtype=torch.float32) + 1
+    wide = qkv.float()
+    queries, keys = normed(wide[:, :64], q_weight, 1e-6), normed(wide[:, 64:96], k_weight, 1e-6)
+    expected = torch.cat([queries, keys, wide[:, 96:]], dim=1)
+    angles = random(rows, 8, dtype=torch.float32).repeat(1, 2)  # float32 in bfloat16 runs too, as in OLMo 2
+    turned = expected.view(rows, 8, 16)[:, :6]
+    first, second = turned.chunk(2, dim=-1)
+    turned.copy_(turned * angles.cos()[:, None] + torch.cat((-second, first), dim=-1) * angles.sin()[:, None])
+    native_ops.norm_rope(
+        qkv, 4, 2, 16, q_weight=q_weight, k_weight=k_weight, eps=1e-6, cosine=angles.cos(), sine=angles.sin()
+    )
+    close(qkv, expected.to(dtype))
+
+
+@dtypes
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm])
+def test_a_norm_is_recognised_by_what_it_computes(kind: type[nn.Module], dtype: torch.dtype) -> None:
+    module: Any = kind(40, eps=1e-5).to(dtype)
+    module.weight.data = random(40, dtype=dtype)
+    norm, x = Norm.of(module), random(3, 40, dtype=dtype)
+    assert norm is not None
+    close(native_ops.add_rms_norm(x.clone(), None, norm.weight, norm.eps), module(x))
+    assert Norm.of(nn.LayerNorm(40, bias=False)) is None
+
+
 def test_a_value_that_is_no_number_stays_in_its_row() -> None:
     hidden = random(4, 32, dtype=torch.bfloat16)
     hidden[1, 3] = float("nan")
-    out = native_ops.add_rms_norm(hidden, None, torch.ones(32, dtype=torch.bfloat16), 1e-5)
+    out = native_ops.add_rms_norm(hidden, None, torch.ones(32), 1e-5)
     assert out.isnan().any(dim=-1).tolist() == [False, True, False, False]
+
+
+# Norms before, after and on both sides of a part; a weight plus one; GELU; merged projections; norms of all heads
+# together; two kinds of rotation; scaled residuals.
+FUSED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "granite")
 
 
 def load(model: TinyModel, dtype: str) -> PagedModel:
@@ -111,13 +163,13 @@ def load(model: TinyModel, dtype: str) -> PagedModel:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("name", "fused"),
-    [("llama", True), ("mistral", True), ("qwen2", True), ("qwen3", True), ("gemma2", False), ("gpt2", False)],
+    [(name, True) for name in FUSED] + [("cohere", False), ("gpt2", False)],
 )
-def test_layers_of_the_common_kind_are_fused_and_others_are_left_alone(
+def test_layers_of_known_parts_are_fused_and_others_are_left_alone(
     tiny_model: Callable[[str], TinyModel], name: str, fused: bool, dtype: str
 ) -> None:
     model = load(tiny_model(name), dtype)
-    assert model.num_fused == (3 if fused else 0)
+    assert model.num_fused == (len(model._layout.layers) if fused else 0)
     in_one_call = fused and native_linear.preferred(model.spec.dtype)
     assert isinstance((decoder_layers(model._model) or [None])[0], DecoderStack) == in_one_call
 
@@ -128,7 +180,7 @@ def scaled_residual(layer: Any) -> None:
 
 
 def other_activation(layer: Any) -> None:
-    layer.mlp.act_fn = nn.GELU()
+    layer.mlp.act_fn = nn.GELU()  # not the tanh form
 
 
 def scaled_queries(layer: Any) -> None:
@@ -151,7 +203,7 @@ def scaled_far_away(layer: Any) -> None:
     attention.forward = forward
 
 
-@pytest.mark.parametrize("change", [scaled_residual, other_activation, scaled_queries, norm_plus_one, scaled_far_away])
+@pytest.mark.parametrize("change", [scaled_residual, scaled_queries, norm_plus_one, scaled_far_away])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("linear", [PackedLinear, NativeLinear, DeviceLinear])
 def test_a_layer_that_computes_anything_else_is_not_replaced(
@@ -164,6 +216,15 @@ def test_a_layer_that_computes_anything_else_is_not_replaced(
     assert fusion.fuse_decoder_layers(model, MAX_POSITIONS, linear=linear) == 2
     assert not stackable(model.model.layers)
     assert [isinstance(layer, FusedDecoderLayer) for layer in model.model.layers] == [True, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_an_mlp_of_another_activation_is_called_by_the_fused_layer(llama: TinyModel, dtype: torch.dtype) -> None:
+    model = _reload(llama, dtype)
+    other_activation(model.model.layers[1])
+    assert fusion.fuse_decoder_layers(model, MAX_POSITIONS, linear=NativeLinear) == 3
+    assert not stackable(model.model.layers)
+    assert [layer.mlp is None for layer in model.model.layers] == [True, False, True]
 
 
 def test_a_layer_without_rotation_is_fused_without_rotation(llama: TinyModel) -> None:

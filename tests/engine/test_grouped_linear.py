@@ -228,7 +228,7 @@ def test_segments_of_several_types_are_one_layer(dtype: torch.dtype, count: int)
 def test_gate_and_up_of_two_types_are_one_product(count: int, width: int) -> None:
     gate, up = layer_of("Q4_K", width, 768), layer_of("Q6_K", width, 768)
     x = rows(count, 768)
-    dense = NativeGatedLinear(torch.cat([gate.dense(), up.dense()]), None)
+    dense = NativeGatedLinear(torch.cat([gate.dense(), up.dense()]))
     assert torch.equal(GroupedGatedLinear.merged([gate, up], None)(x), dense(x))
     narrow = [GroupedLinear(each.weights, None, torch.bfloat16, batch_invariant=True) for each in (gate, up)]
     found = GroupedGatedLinear.merged(narrow, None)(x.bfloat16()).float()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.kernel_builds import MAY_MULTIPLY_PAIRS, OTHER_PROCESSORS, PAIRS_ARE_FASTER, PAIRS_ARE_SLOWER, build
-from headrace_engine.runner.elementwise.ops import Norm
+from headrace_engine.runner.elementwise.ops import Activation, Norm
 from headrace_engine.runner.linear import native_linear
 from headrace_engine.runner.linear.native_linear import NativeGatedLinear, NativeGeluLinear, NativeLinear
 
@@ -69,16 +69,26 @@ def test_products_are_those_of_torch(
     before = stream.clone()
     assert layer.add_to(stream, x) is None
     close(stream, expected + before.double())
+    stream = before.clone()
+    layer.add_to(stream, x, 0.22)
+    close(stream, expected * 0.22 + before.double())
+
+
+def activated(gate: torch.Tensor, activation: Activation) -> torch.Tensor:
+    if activation is Activation.SILU:
+        return torch.nn.functional.silu(gate)
+    return torch.nn.functional.gelu(gate, approximate="tanh")
 
 
 @dtypes
 @pytest.mark.parametrize("rows", [1, 9, 150])
 @pytest.mark.parametrize("width", [1, 48, 100])
-def test_gate_and_up_are_one_product(dtype: torch.dtype, rows: int, width: int) -> None:
+@pytest.mark.parametrize("activation", Activation)
+def test_gate_and_up_are_one_product(dtype: torch.dtype, rows: int, width: int, activation: Activation) -> None:
     weight, x = random(2 * width, 70, dtype=dtype), random(rows, 70, dtype=dtype)
     gate, up = torch.nn.functional.linear(x.double(), weight.double()).chunk(2, dim=-1)
     assert float(gate.min()) < -10 or gate.numel() < 100  # far into both tails of the sigmoid
-    close(NativeGatedLinear(weight, None)(x), torch.nn.functional.silu(gate) * up)
+    close(NativeGatedLinear(weight, activation)(x), activated(gate, activation) * up)
 
 
 @dtypes
@@ -86,7 +96,7 @@ def test_gate_and_up_are_one_product(dtype: torch.dtype, rows: int, width: int) 
 def test_a_row_of_gate_and_up_depends_on_nothing_but_itself(dtype: torch.dtype, features: int) -> None:
     weight, x = random(2 * 100, features, dtype=dtype) / features**0.5, random(150, features, dtype=dtype)
     gate, up = torch.nn.functional.linear(x.double(), weight.double()).chunk(2, dim=-1)
-    layer = NativeGatedLinear(weight, None)
+    layer = NativeGatedLinear(weight)
     together = layer(x)
     close(together, torch.nn.functional.silu(gate) * up)
     for begin, end in ((0, 1), (3, 12), (40, 88), (40, 104), (149, 150)):
@@ -94,15 +104,17 @@ def test_a_row_of_gate_and_up_depends_on_nothing_but_itself(dtype: torch.dtype, 
 
 
 @dtypes
-def test_a_gate_of_any_size_is_as_exact_as_torchs(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", Activation)
+def test_a_gate_of_any_size_is_as_exact_as_torchs(dtype: torch.dtype, activation: Activation) -> None:
     sizes = (0.0, 1e-30, 0.3, 5.0, 20.0, 80.0, 88.0, 200.0, 1e30)
     gate = torch.tensor([*sizes, *(-size for size in sizes)]).to(dtype)
     weight = torch.cat((gate, torch.ones(len(gate), dtype=dtype)))[:, None]
-    output = NativeGatedLinear(weight, None)(torch.ones(3, 1, dtype=dtype)).double()
-    expected = torch.nn.functional.silu(gate.double()).expand(3, -1)
-    torch.testing.assert_close(output, expected, rtol=2**-7 if dtype is torch.bfloat16 else 2e-6, atol=1e-25)
+    output = NativeGatedLinear(weight, activation)(torch.ones(3, 1, dtype=dtype)).double()
+    expected = activated(gate.double(), activation).expand(3, -1)
+    atol = 1e-25 if activation is Activation.SILU else 2e-7  # torch's tanh loses the small side of GELU
+    torch.testing.assert_close(output, expected, rtol=2**-7 if dtype is torch.bfloat16 else 2e-6, atol=atol)
     unknown = torch.full((2, 1), float("nan"), dtype=dtype)
-    assert NativeGatedLinear(unknown, None)(torch.ones(3, 1, dtype=dtype)).isnan().all()
+    assert NativeGatedLinear(unknown)(torch.ones(3, 1, dtype=dtype)).isnan().all()
 
 
 @dtypes
@@ -126,11 +138,11 @@ def test_a_gelu_of_any_size_is_as_exact_as_torchs() -> None:
 @pytest.mark.parametrize("features", [5, 64, 1100])
 def test_a_norm_in_front_is_part_of_the_product(dtype: torch.dtype, features: int) -> None:
     weight, x, delta = (random(n, features, dtype=dtype) for n in (90, 10, 10))
-    norm = Norm(random(features, dtype=dtype) + 1, 1e-5)
+    norm = Norm(random(features, dtype=torch.float32) + 1, 1e-5)
     layer = NativeLinear(weight, None)
     stream = x.clone()
     summed = (x + delta).float()
-    normed = summed * torch.rsqrt(summed.pow(2).mean(-1, keepdim=True) + norm.eps) * norm.weight.float()
+    normed = summed * torch.rsqrt(summed.pow(2).mean(-1, keepdim=True) + norm.eps) * norm.weight
     if dtype is torch.bfloat16 and native_linear.library().headrace_has_pairs():
         normed = normed.to(dtype)  # what is multiplied in bfloat16 is rounded to it
     normed = normed.double()
@@ -209,4 +221,4 @@ def test_narrower_vectors_compute_the_same(without: str, monkeypatch: pytest.Mon
         for rows in (*range(1, 9), 13, 29):  # every size of a tile, two and more tiles
             assert torch.equal(layer(x[:rows]), together[:rows])
         gate, up = expected.chunk(2, dim=-1)
-        close(NativeGatedLinear(weight, None)(x), torch.nn.functional.silu(gate) * up)
+        close(NativeGatedLinear(weight)(x), torch.nn.functional.silu(gate) * up)

@@ -24,44 +24,66 @@ static inline void store(void *to, int64_t at, const float *restrict from, int n
 
 /* out = rms_norm(hidden) * weight, for [rows][dim]. If delta is given, hidden += delta comes first. */
 void headrace_add_rms_norm(int dtype, int threads, int64_t rows, int dim, void *hidden, const void *delta,
-                           const void *weight, float eps, void *out) {
+                           const float *weight, float eps, void *out) {
 #pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < rows; row++) {
-        float x[MAX_DIM], w[MAX_DIM];
+        float x[MAX_DIM], added[MAX_DIM];
         load(x, hidden, row * dim, dim, dtype);
         if (delta) {
-            load(w, delta, row * dim, dim, dtype);
-            for (int i = 0; i < dim; i++) x[i] += w[i];
+            load(added, delta, row * dim, dim, dtype);
+            for (int i = 0; i < dim; i++) x[i] += added[i];
             store(hidden, row * dim, x, dim, dtype);
         }
         float scale = inverse_rms(x, 0, dim, eps, FLOAT32);
-        load(w, weight, 0, dim, dtype);
-        for (int i = 0; i < dim; i++) x[i] *= scale * w[i];
+        for (int i = 0; i < dim; i++) x[i] *= scale * weight[i];
         store(out, row * dim, x, dim, dtype);
     }
 }
 
+/* hidden += rms_norm(delta) * weight, for rows begin..end of [rows][dim]. */
+void headrace_add_normed_rows(int dtype, int64_t begin, int64_t end, int dim, void *hidden, const void *delta,
+                              const float *weight, float eps) {
+    for (int64_t row = begin; row < end; row++) {
+        float x[MAX_DIM], added[MAX_DIM];
+        load(added, delta, row * dim, dim, dtype);
+        load(x, hidden, row * dim, dim, dtype);
+        float scale = inverse_rms(added, 0, dim, eps, FLOAT32);
+        for (int i = 0; i < dim; i++) x[i] += added[i] * (scale * weight[i]);
+        store(hidden, row * dim, x, dim, dtype);
+    }
+}
+
+/* headrace_add_normed_rows for all rows. */
+void headrace_add_normed(int dtype, int threads, int64_t rows, int dim, void *hidden, const void *delta,
+                         const float *weight, float eps) {
+#pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++) headrace_add_normed_rows(dtype, row, row + 1, dim, hidden, delta, weight, eps);
+}
+
 /* Changes rows begin..end of [tokens][token_stride] in place: the queries (the first q_heads) and the keys (the next k_heads).
- * Normalises each head if norm weights are given, then rotates its first rotary_dim elements. cosine and sine are
- * [tokens][rotary_dim], or NULL if positions are not encoded. */
+ * Normalises each head if norm weights are given, [head_dim], then rotates its first rotary_dim elements. `together`: all heads
+ * of the queries, and all of the keys, are one row of a norm, whose weights are [heads][head_dim]. cosine and sine are
+ * [tokens][rotary_dim] of type `table`, or NULL if positions are not encoded. */
 void headrace_norm_rope_rows(int dtype, int64_t begin, int64_t end, int64_t token_stride, int q_heads, int k_heads,
-                             int head_dim, int rotary_dim, void *data, const void *q_weight, const void *k_weight,
-                             float eps, const void *cosine, const void *sine) {
+                             int head_dim, int rotary_dim, int together, void *data, const float *q_weight,
+                             const float *k_weight, float eps, int table, const void *cosine, const void *sine) {
     int half = rotary_dim / 2;
     for (int64_t token = begin; token < end; token++) {
-        float c[1024], s[1024], x[1024], w[1024], rotated[1024];
+        float c[1024], s[1024], x[1024], rotated[1024], scale = 0;
         if (cosine) {
-            load(c, cosine, token * rotary_dim, rotary_dim, dtype);
-            load(s, sine, token * rotary_dim, rotary_dim, dtype);
+            load(c, cosine, token * rotary_dim, rotary_dim, table);
+            load(s, sine, token * rotary_dim, rotary_dim, table);
         }
         for (int head = 0; head < q_heads + k_heads; head++) {
             int64_t at = token * token_stride + (int64_t)head * head_dim;
-            const void *weight = head < q_heads ? q_weight : k_weight;
+            int own = head < q_heads ? head : head - q_heads; /* among the queries, or among the keys */
+            const float *weight = head < q_heads ? q_weight : k_weight;
             load(x, data, at, head_dim, dtype);
             if (weight) {
-                float scale = inverse_rms(x, 0, head_dim, eps, FLOAT32);
-                load(w, weight, 0, head_dim, dtype);
-                for (int i = 0; i < head_dim; i++) x[i] *= scale * w[i];
+                if (!together) scale = inverse_rms(x, 0, head_dim, eps, FLOAT32);
+                else if (!own) scale = inverse_rms(data, at, head_dim * (head ? k_heads : q_heads), eps, dtype);
+                if (together) weight += own * head_dim;
+                for (int i = 0; i < head_dim; i++) x[i] *= scale * weight[i];
             }
             if (cosine) {
                 for (int i = 0; i < half; i++) {
@@ -77,16 +99,16 @@ void headrace_norm_rope_rows(int dtype, int64_t begin, int64_t end, int64_t toke
 
 /* headrace_norm_rope_rows for all tokens. */
 void headrace_norm_rope(int dtype, int threads, int64_t tokens, int64_t token_stride, int q_heads, int k_heads,
-                        int head_dim, int rotary_dim, void *data, const void *q_weight, const void *k_weight,
-                        float eps, const void *cosine, const void *sine) {
+                        int head_dim, int rotary_dim, int together, void *data, const float *q_weight,
+                        const float *k_weight, float eps, int table, const void *cosine, const void *sine) {
 #pragma omp parallel for num_threads(threads) if (tokens * (q_heads + k_heads) * head_dim >= PARALLEL_ELEMENTS)
     for (int64_t token = 0; token < tokens; token++)
-        headrace_norm_rope_rows(dtype, token, token + 1, token_stride, q_heads, k_heads, head_dim, rotary_dim, data,
-                                q_weight, k_weight, eps, cosine, sine);
+        headrace_norm_rope_rows(dtype, token, token + 1, token_stride, q_heads, k_heads, head_dim, rotary_dim,
+                                together, data, q_weight, k_weight, eps, table, cosine, sine);
 }
 
-/* out[rows][dim] = silu(gate) * up, for [rows][gate: dim | up: dim]. */
-void headrace_silu_mul(int dtype, int threads, int64_t rows, int dim, const void *gate_up, void *out) {
+/* out[rows][dim] = activation of gate * up, for [rows][gate: dim | up: dim]. */
+void headrace_gate(int dtype, int threads, int64_t rows, int dim, int activation, const void *gate_up, void *out) {
 #pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < rows; row++) {
         float gate[256] = {0}, up[256] = {0}; /* whole vectors, also at the end of a row */
@@ -94,7 +116,7 @@ void headrace_silu_mul(int dtype, int threads, int64_t rows, int dim, const void
             int n = dim - start < 256 ? dim - start : 256;
             load(gate, gate_up, row * 2 * dim + start, n, dtype);
             load(up, gate_up, row * 2 * dim + dim + start, n, dtype);
-            for (int i = 0; i < n; i += LANES) *(f32x *)(gate + i) = silu(*(f32x *)(gate + i), dtype) * *(f32x *)(up + i);
+            for (int i = 0; i < n; i += LANES) *(f32x *)(gate + i) = activate(*(f32x *)(gate + i), activation, dtype) * *(f32x *)(up + i);
             store(out, row * dim + start, gate, n, dtype);
         }
     }

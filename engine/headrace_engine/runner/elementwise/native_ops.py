@@ -1,6 +1,7 @@
 """`ElementwiseOps` for the CPU, and other row-wise operations, by the compiled kernels of `elementwise.c`.
 
 All tensors of a call have one type, float32 or bfloat16. They are contiguous and two-dimensional: [tokens, features].
+Weights of norms are float32.
 """
 
 import ctypes
@@ -9,6 +10,7 @@ import logging
 
 import torch
 
+from headrace_engine.runner.elementwise.ops import Activation, heads_together
 from headrace_engine.runner.native import native_library
 
 logger = logging.getLogger(__name__)
@@ -27,10 +29,11 @@ def library() -> ctypes.CDLL:
     signatures = {
         "headrace_add_rms_norm": (*common, _int, _pointer, _pointer, _pointer, _float, _pointer),
         "headrace_norm_rope": (
-            *(*common, _long, _int, _int, _int, _int, _pointer),
-            *(_pointer, _pointer, _float, _pointer, _pointer),
+            *(*common, _long, _int, _int, _int, _int, _int, _pointer),
+            *(_pointer, _pointer, _float, _int, _pointer, _pointer),
         ),
-        "headrace_silu_mul": (*common, _int, _pointer, _pointer),
+        "headrace_add_normed": (*common, _int, _pointer, _pointer, _pointer, _float),
+        "headrace_gate": (*common, _int, _int, _pointer, _pointer),
         "headrace_quantise_rows": (*common, _int, _pointer, _pointer, _pointer),
         "headrace_scale_rows": (*common, _int, _pointer, _pointer, _pointer, _pointer),
         "headrace_argmax": (*common, _long, _int, _pointer, _pointer),
@@ -69,6 +72,21 @@ def add_rms_norm(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch
     return out
 
 
+def add_normed(hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """Add the root mean square norm of delta to hidden, in place."""
+    rows, features = hidden.shape
+    library().headrace_add_normed(
+        native_library.DTYPES[hidden.dtype],
+        torch.get_num_threads(),
+        rows,
+        features,
+        hidden.data_ptr(),
+        delta.data_ptr(),
+        weight.data_ptr(),
+        eps,
+    )
+
+
 def norm_rope(
     qkv: torch.Tensor,
     q_heads: int,
@@ -85,8 +103,9 @@ def norm_rope(
 
     Args:
         qkv: [tokens, at least (q_heads + k_heads) * head_dim].
-        q_weight, k_weight: [head_dim] weights of a norm for each head, or None.
-        cosine, sine: [tokens, rotary_dim], in halves as in transformers (Su et al. 2021), or None.
+        q_weight, k_weight: weights of norms, or None: [head_dim] for each head, or [heads * head_dim] for all together.
+        cosine, sine: [tokens, rotary_dim], in halves as in transformers (Su et al. 2021), or None. Float32 or the type
+            of qkv.
     """
     library().headrace_norm_rope(
         native_library.DTYPES[qkv.dtype],
@@ -97,24 +116,27 @@ def norm_rope(
         k_heads,
         head_dim,
         0 if cosine is None else cosine.shape[-1],
+        heads_together(q_weight, k_weight, head_dim),
         qkv.data_ptr(),
         None if q_weight is None else q_weight.data_ptr(),
         None if k_weight is None else k_weight.data_ptr(),
         eps,
+        0 if cosine is None else native_library.DTYPES[cosine.dtype],
         None if cosine is None else cosine.data_ptr(),
         None if sine is None else sine.data_ptr(),
     )
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[tokens, gate | up] -> silu(gate) * up, [tokens, half the features] (SwiGLU, Shazeer 2020)."""
+def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """[tokens, gate | up] -> activation of gate * up, [tokens, half the features] (Shazeer 2020)."""
     rows, features = gate_up.shape
     out = torch.empty((rows, features // 2), dtype=gate_up.dtype)
-    library().headrace_silu_mul(
+    library().headrace_gate(
         native_library.DTYPES[gate_up.dtype],
         torch.get_num_threads(),
         rows,
         features // 2,
+        activation,
         gate_up.data_ptr(),
         out.data_ptr(),
     )

@@ -4,18 +4,33 @@ There are three implementations: `native_ops` for the CPU, `triton_ops` for a GP
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Protocol
 
 import torch
 
 
+class Activation(IntEnum):
+    """The activation of a gate. The numbers are those in vectors.h."""
+
+    SILU = 0
+    GELU_TANH = 1
+
+
 class ElementwiseOps(Protocol):
-    """All tensors of a call have one type, float32 or bfloat16. They are contiguous and 2D: [tokens, features]."""
+    """All tensors of a call have one type, float32 or bfloat16. They are contiguous and 2D: [tokens, features].
+
+    Weights of norms are float32.
+    """
 
     def add_rms_norm(
         self, hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """Add `delta`, if given, to hidden in place. Return the root mean square norm of hidden."""
+        ...
+
+    def add_normed(self, hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """Add the root mean square norm of delta to hidden, in place."""
         ...
 
     def norm_rope(
@@ -34,23 +49,50 @@ class ElementwiseOps(Protocol):
         """Normalise and rotate the queries and keys at the front of each row, in place. See `native_ops.norm_rope`."""
         ...
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[tokens, gate | up] -> silu(gate) * up, [tokens, half the features]."""
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """[tokens, gate | up] -> activation of gate * up, [tokens, half the features]."""
         ...
+
+
+def heads_together(q_weight: torch.Tensor | None, k_weight: torch.Tensor | None, head_dim: int) -> bool:
+    """Whether the norms of queries and keys have a row of all heads together. Otherwise each head is a row."""
+    return any(weight is not None and weight.shape[0] != head_dim for weight in (q_weight, k_weight))
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A root mean square norm. `weight` [features] has the type of the activations."""
+    """A root mean square norm. `weight` [features] is float32, and contains what the module adds to its own weight."""
 
     weight: torch.Tensor
     eps: float
 
     @classmethod
     def of(cls, module: Any) -> "Norm | None":
-        """Return the parameters of a module that may be such a norm, or None if it cannot be one."""
+        """Return the parameters of a module if it computes such a norm of a few numbers, otherwise None.
+
+        A module may multiply by its weight, or by its weight plus one (Gemma).
+        """
         weight = getattr(module, "weight", None)
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if weight is None or eps is None or weight.dim() != 1 or getattr(module, "bias", None) is not None:
             return None
-        return cls(weight.detach(), float(eps))
+        own = weight.detach()
+        numbers = torch.sin(torch.arange(1.0, len(own) + 1, device=own.device)).to(own.dtype)[None]
+        try:
+            found = module(numbers).float()
+        except (RuntimeError, TypeError):  # it is called in another way
+            return None
+        wide = numbers.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean() + float(eps))
+        for shifted in (own.float(), own.float() + 1.0):
+            if _equal_up_to_rounding(found, normed * shifted, own.dtype):
+                return cls(shifted, float(eps))
+        return None
+
+    def scaled(self, factor: float) -> "Norm":
+        """Return a norm whose output is `factor` times that of this one."""
+        return self if factor == 1.0 else Norm(self.weight * factor, self.eps)
+
+
+def _equal_up_to_rounding(one: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
+    return bool((one - other).norm() <= (1e-5 if dtype is torch.float32 else 2e-2) * other.norm())

@@ -110,19 +110,22 @@ def norm_rope_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(
+def gate_kernel(
     out_ptr,  # [rows, FEATURES]
     gate_up_ptr,  # [rows, gate: FEATURES | up: FEATURES]
     FEATURES: tl.constexpr,
     BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
 ):
-    """A program computes BLOCK features of a row."""
+    """A program computes BLOCK features of a row: SiLU, or the tanh form of GELU, of the gate, times up."""
     DTYPE: tl.constexpr = gate_up_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * FEATURES
     features = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = features < FEATURES
     gate = tl.load(gate_up_ptr + 2 * row + features, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + 2 * row + FEATURES + features, mask=inside, other=0.0).to(tl.float32)
-    power = tl.exp(-tl.abs(gate))  # never overflows
-    silu = _rounded(gate * tl.where(gate < 0, power, 1.0) / (1.0 + power), DTYPE)
-    tl.store(out_ptr + row + features, (silu * up).to(DTYPE), mask=inside)
+    # 0.5 (1 + tanh(y)) = sigmoid(2 y), y = sqrt(2 / pi) (x + 0.044715 x^3)
+    logit = gate * (gate * gate * 7.13548163e-2 + 1.59576912) if GELU else gate
+    power = tl.exp(-tl.abs(logit))  # never overflows
+    activated = _rounded(gate * tl.where(gate < 0, power, 1.0) / (1.0 + power), DTYPE)
+    tl.store(out_ptr + row + features, (activated * up).to(DTYPE), mask=inside)

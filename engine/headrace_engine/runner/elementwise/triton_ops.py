@@ -5,7 +5,9 @@ Block sizes are computed, not measured. On the CPU the kernels run in Triton's i
 
 import torch
 
-_SILU_BLOCK = 1024
+from headrace_engine.runner.elementwise.ops import Activation
+
+_GATE_BLOCK = 1024
 # Elements of queries and keys that one program rotates: several heads share their cosines and sines.
 _ROPE_BLOCK = 2048
 
@@ -29,6 +31,11 @@ def add_rms_norm(hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch
         num_warps=min(16, max(4, block // 512)),
     )
     return out
+
+
+def add_normed(hidden: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """Add the root mean square norm of delta to hidden, in place."""
+    hidden += add_rms_norm(delta, None, weight, eps)
 
 
 def norm_rope(
@@ -77,13 +84,15 @@ def norm_rope(
     )
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[tokens, gate | up] -> silu(gate) * up, [tokens, half the features] (SwiGLU, Shazeer 2020)."""
-    from headrace_engine.runner.elementwise.triton_kernels import silu_mul_kernel
+def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """[tokens, gate | up] -> activation of gate * up, [tokens, half the features] (Shazeer 2020)."""
+    from headrace_engine.runner.elementwise.triton_kernels import gate_kernel
 
     rows, features = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, features))
-    silu_mul_kernel[(rows, -(-features // _SILU_BLOCK))](out, gate_up, FEATURES=features, BLOCK=_SILU_BLOCK)
+    gate_kernel[(rows, -(-features // _GATE_BLOCK))](
+        out, gate_up, FEATURES=features, BLOCK=_GATE_BLOCK, GELU=activation is Activation.GELU_TANH
+    )
     return out
 
 

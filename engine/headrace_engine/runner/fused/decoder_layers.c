@@ -32,8 +32,10 @@ typedef struct {
     float *(*scratch)(int64_t floats);
     linear_part *linear;
     void (*norm_rope)(int dtype, int64_t begin, int64_t end, int64_t token_stride, int q_heads, int k_heads, int head_dim,
-                      int rotary_dim, void *data, const void *q_weight, const void *k_weight, float eps,
-                      const void *cosine, const void *sine);
+                      int rotary_dim, int together, void *data, const float *q_weight, const float *k_weight, float eps,
+                      int table, const void *cosine, const void *sine);
+    void (*add_normed)(int dtype, int64_t begin, int64_t end, int dim, void *hidden, const void *delta, const float *weight,
+                       float eps);
     void (*write_kv)(const void *layer, const void *step, int64_t begin, int64_t end);
     int (*attention)(const void *layer, const void *step, int64_t *claimed);
 } kernels;
@@ -41,19 +43,28 @@ typedef struct {
 typedef struct {
     linear_args qkv, o, gate_up, down; /* without rows, threads, x and out */
     const void *attention;             /* layer_args */
-    const void *q_norm, *k_norm;       /* NULL: heads are not normalised */
-    float head_eps;
-    int32_t with_rope, q_heads, k_heads, head_dim;
+    const float *q_norm, *k_norm;       /* NULL: heads are not normalised */
+    const float *o_norm, *down_norm;    /* of a result before it is added to the residual stream; NULL: added as it is */
+    float head_eps, o_eps, down_eps;
+    int32_t rotation; /* index; -1: heads are not rotated */
+    int32_t heads_together, q_heads, k_heads, head_dim; /* heads_together: the queries are one row of a norm, and the keys */
 } decoder_layer;
+
+/* [rows][rotary_dim] */
+typedef struct {
+    const void *cosine, *sine;
+    int32_t dtype, rotary_dim;
+} rotation;
 
 typedef struct {
     const kernels *kernels;
     const decoder_layer *layers;
-    int32_t num_layers, dtype, threads, rotary_dim;
+    int32_t num_layers, dtype, threads;
     int64_t rows;
     void *hidden;             /* [rows][features], changed in place */
     void *qkv, *attention_output, *gated; /* intermediate results; attention reads the first and writes the second */
-    const void *cosine, *sine; /* [rows][rotary_dim] */
+    void *delta;              /* [rows][features]: results that are normalised before they are added */
+    const rotation *rotations; /* one for each kind of layer */
     const void *attention;     /* step_args */
     const int64_t *wanted;     /* ascending: the rows that are read after the last layer */
     int64_t num_wanted, cache_bytes; /* cache_bytes: size of the last-level cache, into which products prefetch; 0: unknown */
@@ -98,11 +109,22 @@ static void write_keys_and_values(const computation *c, const decoder_layer *l, 
     multiply(c, &l->qkv, s->hidden, s->qkv, blocks_to_prefetch(list, l));
     if (c->m.thread == 0 && l < s->layers + s->num_layers - 1) prefetch_for(list, l + 1);
     int64_t begin = s->rows * c->m.thread / c->m.threads, end = s->rows * (c->m.thread + 1) / c->m.threads;
-    if (l->with_rope || l->q_norm)
-        s->kernels->norm_rope(s->dtype, begin, end, l->qkv.out_features, l->q_heads, l->k_heads, l->head_dim,
-                              l->with_rope ? s->rotary_dim : 0, s->qkv, l->q_norm, l->k_norm, l->head_eps,
-                              l->with_rope ? s->cosine : 0, l->with_rope ? s->sine : 0);
+    rotation r = l->rotation < 0 ? (rotation){0} : s->rotations[l->rotation];
+    if (r.cosine || l->q_norm)
+        s->kernels->norm_rope(s->dtype, begin, end, l->qkv.out_features, l->q_heads, l->k_heads, l->head_dim, r.rotary_dim,
+                              l->heads_together, s->qkv, l->q_norm, l->k_norm, l->head_eps, r.dtype, r.cosine, r.sine);
     s->kernels->write_kv(l->attention, step, begin, end);
+    barrier(&c->m);
+}
+
+/* Adds a product to the residual stream. With a norm, the product is normalised first. */
+static void add_product_to_stream(const computation *c, const linear_args *layer, const void *x, const float *norm, float eps,
+                                  upcoming_blocks *upcoming) {
+    const decoder_step *s = c->step;
+    multiply(c, layer, x, norm ? s->delta : s->hidden, upcoming);
+    if (!norm) return;
+    int64_t begin = s->rows * c->m.thread / c->m.threads, end = s->rows * (c->m.thread + 1) / c->m.threads;
+    s->kernels->add_normed(s->dtype, begin, end, layer->out_features, s->hidden, s->delta, norm, eps);
     barrier(&c->m);
 }
 
@@ -113,9 +135,9 @@ static int finish_rows(const computation *c, const decoder_layer *l, upcoming_bl
     if (s->kernels->attention(l->attention, s->attention, &t->claimed)) atomic_store(&t->failed, 1);
     barrier(&c->m);
     if (atomic_load(&t->failed)) return -1;
-    multiply(c, &l->o, s->attention_output, s->hidden, upcoming);
+    add_product_to_stream(c, &l->o, s->attention_output, l->o_norm, l->o_eps, upcoming);
     multiply(c, &l->gate_up, s->hidden, s->gated, upcoming);
-    multiply(c, &l->down, s->gated, s->hidden, upcoming);
+    add_product_to_stream(c, &l->down, s->gated, l->down_norm, l->down_eps, upcoming);
     return 0;
 }
 
@@ -192,8 +214,6 @@ static int64_t max_scratch(const decoder_step *s) {
     int64_t largest = 0;
     for (const decoder_layer *l = s->layers; l < s->layers + s->num_layers; l++) {
         const linear_args *products[] = {&l->qkv, &l->o, &l->gate_up, &l->down};
-        /* everything else is the same in all layers */
-        if (l > s->layers && l->down.in_features == l[-1].down.in_features) continue;
         for (int i = 0; i < 4; i++) {
             largest = larger_scratch(s, products[i], s->rows, largest);
             if (s->wanted_attention) largest = larger_scratch(s, products[i], s->num_wanted, largest);
@@ -223,23 +243,24 @@ int headrace_decoder_layers(const decoder_step *s) {
 }
 
 EXPORT_LAYOUT(kernels, FIELD(kernels, linear_scratch_floats), FIELD(kernels, scratch), FIELD(kernels, linear),
-              FIELD(kernels, norm_rope), FIELD(kernels, write_kv), FIELD(kernels, attention));
+              FIELD(kernels, norm_rope), FIELD(kernels, add_normed), FIELD(kernels, write_kv), FIELD(kernels, attention));
 EXPORT_LAYOUT(decoder_layer, FIELD(decoder_layer, qkv), FIELD(decoder_layer, o), FIELD(decoder_layer, gate_up),
               FIELD(decoder_layer, down), FIELD(decoder_layer, attention), FIELD(decoder_layer, q_norm),
-              FIELD(decoder_layer, k_norm), FIELD(decoder_layer, head_eps), FIELD(decoder_layer, with_rope),
-              FIELD(decoder_layer, q_heads), FIELD(decoder_layer, k_heads), FIELD(decoder_layer, head_dim));
+              FIELD(decoder_layer, k_norm), FIELD(decoder_layer, o_norm), FIELD(decoder_layer, down_norm),
+              FIELD(decoder_layer, head_eps), FIELD(decoder_layer, o_eps), FIELD(decoder_layer, down_eps),
+              FIELD(decoder_layer, rotation), FIELD(decoder_layer, heads_together), FIELD(decoder_layer, q_heads), FIELD(decoder_layer, k_heads), FIELD(decoder_layer, head_dim));
+EXPORT_LAYOUT(rotation, FIELD(rotation, cosine), FIELD(rotation, sine), FIELD(rotation, dtype), FIELD(rotation, rotary_dim));
 EXPORT_LAYOUT(decoder_step, FIELD(decoder_step, kernels), FIELD(decoder_step, layers), FIELD(decoder_step, num_layers),
-              FIELD(decoder_step, dtype), FIELD(decoder_step, threads), FIELD(decoder_step, rotary_dim),
-              FIELD(decoder_step, rows), FIELD(decoder_step, hidden), FIELD(decoder_step, qkv),
-              FIELD(decoder_step, attention_output), FIELD(decoder_step, gated), FIELD(decoder_step, cosine),
-              FIELD(decoder_step, sine), FIELD(decoder_step, attention), FIELD(decoder_step, wanted),
+              FIELD(decoder_step, dtype), FIELD(decoder_step, threads), FIELD(decoder_step, rows), FIELD(decoder_step, hidden), FIELD(decoder_step, qkv),
+              FIELD(decoder_step, attention_output), FIELD(decoder_step, gated), FIELD(decoder_step, delta),
+              FIELD(decoder_step, rotations), FIELD(decoder_step, attention), FIELD(decoder_step, wanted),
               FIELD(decoder_step, num_wanted), FIELD(decoder_step, cache_bytes), FIELD(decoder_step, wanted_attention));
 EXPORT_LAYOUT(linear_args, FIELD(linear_args, dtype), FIELD(linear_args, threads), FIELD(linear_args, spins),
-              FIELD(linear_args, result), FIELD(linear_args, in_features), FIELD(linear_args, out_features),
-              FIELD(linear_args, driver), FIELD(linear_args, num_segments),
+              FIELD(linear_args, result), FIELD(linear_args, activation), FIELD(linear_args, in_features),
+              FIELD(linear_args, out_features), FIELD(linear_args, driver), FIELD(linear_args, num_segments),
               FIELD(linear_args, rows), FIELD(linear_args, x_stride), FIELD(linear_args, out_stride),
               FIELD(linear_args, x), FIELD(linear_args, weight), FIELD(linear_args, bias), FIELD(linear_args, out),
-              FIELD(linear_args, norm_weight), FIELD(linear_args, norm_eps), FIELD(linear_args, segments),
+              FIELD(linear_args, norm_weight), FIELD(linear_args, norm_eps), FIELD(linear_args, scale), FIELD(linear_args, segments),
               FIELD(linear_args, upcoming));
 EXPORT_LAYOUT(step_args, FIELD(step_args, num_tokens), FIELD(step_args, num_sequences), FIELD(step_args, num_threads),
               FIELD(step_args, max_blocks), FIELD(step_args, attention_writes), FIELD(step_args, query_token_stride),

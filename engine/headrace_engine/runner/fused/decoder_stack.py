@@ -13,7 +13,9 @@ from headrace_engine.runner.attention.backend import scale_of
 from headrace_engine.runner.attention.native import NativeBackend, StepArgs
 from headrace_engine.runner.batch import StepInputs
 from headrace_engine.runner.elementwise import native_ops
+from headrace_engine.runner.elementwise.ops import Norm
 from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer
+from headrace_engine.runner.fused.rotation import Tables
 from headrace_engine.runner.linear import native_linear
 from headrace_engine.runner.linear.native_linear import LinearArgs, NativeLinear
 from headrace_engine.runner.native import native_library
@@ -22,7 +24,7 @@ from headrace_engine.runner.native.native_library import check_layout
 _LAST_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 
-_KERNELS = ("linear_scratch_floats", "scratch", "linear", "norm_rope", "write_kv", "attention")
+_KERNELS = ("linear_scratch_floats", "scratch", "linear", "norm_rope", "add_normed", "write_kv", "attention")
 
 
 class _Kernels(ctypes.Structure):
@@ -36,10 +38,24 @@ class _DecoderLayer(ctypes.Structure):
 
     _fields_ = (
         *((name, LinearArgs) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("attention", "q_norm", "k_norm")),
-        ("head_eps", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("with_rope", "q_heads", "k_heads", "head_dim")),
+        *((name, ctypes.c_void_p) for name in ("attention", "q_norm", "k_norm", "o_norm", "down_norm")),
+        *((name, ctypes.c_float) for name in ("head_eps", "o_eps", "down_eps")),
+        *((name, ctypes.c_int32) for name in ("rotation", "heads_together", "q_heads", "k_heads", "head_dim")),
     )
+
+
+class _Rotation(ctypes.Structure):
+    """`rotation` of decoder_layers.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("cosine", "sine")),
+        *((name, ctypes.c_int32) for name in ("dtype", "rotary_dim")),
+    )
+
+    @classmethod
+    def of(cls, tables: Tables) -> "_Rotation":
+        cosine, sine = tables
+        return cls(cosine.data_ptr(), sine.data_ptr(), native_library.DTYPES[cosine.dtype], cosine.shape[-1])
 
 
 class _DecoderStep(ctypes.Structure):
@@ -51,14 +67,13 @@ class _DecoderStep(ctypes.Structure):
         ("num_layers", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
         ("threads", ctypes.c_int32),
-        ("rotary_dim", ctypes.c_int32),
         ("rows", ctypes.c_int64),
         ("hidden", ctypes.c_void_p),
         ("qkv", ctypes.c_void_p),
         ("attention_output", ctypes.c_void_p),
         ("gated", ctypes.c_void_p),
-        ("cosine", ctypes.c_void_p),
-        ("sine", ctypes.c_void_p),
+        ("delta", ctypes.c_void_p),
+        ("rotations", ctypes.c_void_p),
         ("attention", ctypes.c_void_p),
         ("wanted", ctypes.c_void_p),
         ("num_wanted", ctypes.c_int64),
@@ -87,6 +102,8 @@ class DecoderStack(nn.Module):
         self._backend = backend
         self._shape = layers[0].shape
         self._width = max(_native(layer.down).in_features for layer in layers)
+        self._needs_delta = any(layer.attention_output_norm or layer.mlp_output_norm for layer in layers)
+        self._rotations = list(dict.fromkeys(layer.rotation for layer in layers if layer.rotation is not None))
         linear, attention = native_linear.library(), backend.library
         self._compute = _library().headrace_decoder_layers
         self._kernels = _Kernels(
@@ -94,6 +111,7 @@ class DecoderStack(nn.Module):
             _address(linear.headrace_scratch),
             _address(linear.headrace_linear_part),
             _address(native_ops.library().headrace_norm_rope_rows),
+            _address(native_ops.library().headrace_add_normed_rows),
             _address(attention.headrace_write_kv_rows),
             _address(attention.headrace_attention_part),
         )
@@ -112,22 +130,25 @@ class DecoderStack(nn.Module):
         """Take the addresses of the memory that the backend has allocated."""
         layers: Any = self._layers
         for index, (own, layer) in enumerate(zip(self._own, layers, strict=True)):
-            own.qkv, own.o = layer.qkv.args(layer.input_norm), layer.o.args(adds=True)
-            own.gate_up, own.down = layer.gated.args(layer.output_norm), layer.down.args(adds=True)
+            own.qkv, own.gate_up = layer.qkv.args(layer.input_norm), layer.gated.args(layer.mlp_norm)
+            own.o, own.o_norm, own.o_eps = _added(layer.o, layer.attention_output_norm, layer.scale)
+            own.down, own.down_norm, own.down_eps = _added(layer.down, layer.mlp_output_norm, layer.scale)
             scale = scale_of(layer.options.get("scaling"), self._shape.head_dim)
             args = self._backend.layer_args(index, scale=scale, softcap=layer.options.get("softcap"), sinks=None)
             own.attention = ctypes.addressof(args)
-            own.q_norm = None if layer.q_norm is None else layer.q_norm.weight.data_ptr()
-            own.k_norm = None if layer.k_norm is None else layer.k_norm.weight.data_ptr()
-            own.head_eps = 0.0 if layer.q_norm is None else layer.q_norm.eps
-            own.with_rope = layer.with_rope
+            own.q_norm, own.head_eps = _address_of(layer.q_norm)
+            own.k_norm, _ = _address_of(layer.k_norm)
+            own.heads_together = layer.q_norm is not None and layer.q_norm.weight.shape[0] != self._shape.head_dim
+            own.rotation = -1
+            if layer.with_rope:
+                own.rotation = 0 if layer.rotation is None else self._rotations.index(layer.rotation)
             own.q_heads, own.k_heads, own.head_dim = self._shape.q_heads, self._shape.k_heads, self._shape.head_dim
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         *_: Any,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        position_embeddings: Tables | None = None,
         **__: Any,
     ) -> torch.Tensor:
         """[1, tokens, hidden] -> the same shape, in place.
@@ -143,16 +164,28 @@ class DecoderStack(nn.Module):
         step.dtype, step.threads, step.rows = native_library.DTYPES[dtype], torch.get_num_threads(), rows
         step.hidden, step.qkv = hidden_states.data_ptr(), qkv.data_ptr()
         step.attention_output, step.gated = attention_output.data_ptr(), gated.data_ptr()
-        if position_embeddings is not None:
-            cosine, sine = position_embeddings
-            step.rotary_dim, step.cosine, step.sine = cosine.shape[-1], cosine.data_ptr(), sine.data_ptr()
-        else:
-            step.rotary_dim, step.cosine, step.sine = 0, None, None
+        delta = torch.empty_like(hidden_states) if self._needs_delta else None
+        step.delta = None if delta is None else delta.data_ptr()
+        tables = self._tables(hidden_states, position_embeddings)
+        rotations = (_Rotation * len(tables))(*map(_Rotation.of, tables))
+        step.rotations = ctypes.addressof(rotations)
         assert hidden_states.is_contiguous()
         self._point_attention_at(qkv, attention_output)
         if self._compute(ctypes.byref(step)):
             raise MemoryError(f"no memory to compute {rows} tokens")
         return hidden_states
+
+    @property
+    def makes_tables(self) -> bool:
+        """Whether it makes the position embeddings of its layers, because they are of several kinds."""
+        return bool(self._rotations)
+
+    def _tables(self, hidden: torch.Tensor, position_embeddings: Tables | None) -> list[Tables]:
+        """Return the tables of each kind of layer."""
+        if not self._rotations:
+            return [] if position_embeddings is None else [position_embeddings]
+        assert self.inputs is not None
+        return [rotation(hidden, self.inputs.positions[None]) for rotation in self._rotations]
 
     def _point_attention_at(self, qkv: torch.Tensor, attention_output: torch.Tensor) -> None:
         """Point the arguments of attention at `qkv` and `attention_output`, for the wanted rows of the step."""
@@ -189,7 +222,6 @@ def stackable(layers: nn.ModuleList) -> list[FusedDecoderLayer]:
         and isinstance(layer.gated, NativeLinear)
         and isinstance(layer.down, NativeLinear)
         and layer.options.get("s_aux") is None
-        and (layer.q_norm is None) == (layer.k_norm is None)
         for layer in fused
     )
     return fused if whole else []
@@ -208,6 +240,15 @@ def _native(layer: Any) -> NativeLinear:
     return layer
 
 
+def _address_of(norm: Norm | None) -> tuple[int | None, float]:
+    return (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.eps)
+
+
+def _added(layer: Any, norm: Norm | None, scale: float) -> tuple[LinearArgs, int | None, float]:
+    """Return the arguments of a layer whose output is added to the residual stream, and those of its norm."""
+    return layer.args(adds=scale if norm is None else None), *_address_of(norm)
+
+
 def _address(function: Any) -> int | None:
     return ctypes.cast(function, ctypes.c_void_p).value
 
@@ -221,6 +262,7 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the function of a library that was built from decoder_layers.c. Raises LayoutError."""
     check_layout(library, "kernels", _Kernels)
     check_layout(library, "decoder_layer", _DecoderLayer)
+    check_layout(library, "rotation", _Rotation)
     check_layout(library, "decoder_step", _DecoderStep)
     check_layout(library, "linear_args", LinearArgs)
     check_layout(library, "step_args", StepArgs)

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer, is_gated, unsupported_reason
-from headrace_engine.runner.linear.grouped_linear import GroupedLinear
+from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer, unsupported_reason
+from headrace_engine.runner.fused.layer_parts import Call, gate_of, has_groups, parts_of
+from headrace_engine.runner.fused.rotation import Rotation, RotationRecorder
 from headrace_engine.runner.linear.packed_linear import PackedLinear
 from headrace_engine.runner.linear.prepared_linear import LinearKind
 from headrace_engine.runner.memory import release_unused
@@ -35,10 +36,15 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.04}
 class _Seen:
     """Inputs and outputs of one layer in the probe run."""
 
+    given: torch.Tensor
     hidden: torch.Tensor
+    """A copy of `given`."""
     position_embeddings: Any
+    rotation: Rotation | None
+    """Makes `position_embeddings`."""
     output: torch.Tensor | None = None
-    attention_output: torch.Tensor | None = None
+    calls: list[Call] = field(default_factory=list)
+    """Of the children of the layer."""
     options: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -69,18 +75,22 @@ def fuse_decoder_layers(
         return 0
     seen = _probe(model, candidates, max_model_len)
     in_chain = len(seen) == len(layers) and _is_chain([seen[index] for index in range(len(layers))])
+    several_rotations = len({id(each.position_embeddings) for each in seen.values()}) > 1
     name: str = model.config._attn_implementation
     attend = AttentionInterface._global_mapping[name]
     tried, count, reported = len(candidates), 0, time.monotonic()
     while candidates:
         index, layer = candidates.popitem()
-        fused = _verified(layer, seen.pop(index, None), model.dtype, linear)
-        if fused is not None:
+        own = seen.pop(index, None)
+        fused = _verified(layer, own, model.dtype, linear)
+        if fused is not None and own is not None:
             fused.strip()
-            fused.attend, fused.in_chain = attend, in_chain
+            fused.attend = attend
+            fused.rotation = own.rotation if several_rotations else None
+            fused.in_chain = in_chain and several_rotations == (fused.rotation is not None)
             layers[index] = fused
             count += 1
-        del layer
+        del layer, own
         release_unused()  # otherwise original weights would accumulate next to the merged ones
         if time.monotonic() - reported >= _REPORT_SECONDS:
             reported = time.monotonic()
@@ -97,10 +107,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
 
 
 def _is_chain(seen: Sequence[_Seen]) -> bool:
-    same_positions = len({id(each.position_embeddings) for each in seen}) == 1
-    return same_positions and all(
-        one.output is not None and torch.equal(one.output, following.hidden) for one, following in pairwise(seen)
-    )
+    outputs = ((one.output, following.hidden) for one, following in pairwise(seen))
+    return all(output is not None and torch.equal(output, hidden) for output, hidden in outputs)
 
 
 def _probe(model: PreTrainedModel, candidates: dict[int, nn.Module], max_model_len: int) -> dict[int, _Seen]:
@@ -110,12 +118,14 @@ def _probe(model: PreTrainedModel, candidates: dict[int, nn.Module], max_model_l
     """
     seen: dict[int, _Seen] = {}
     by_attention: dict[nn.Module, int] = {}
-    hooks = []
+    hooks: list[Any] = []
+    recorder = RotationRecorder(getattr(model.get_decoder(), "rotary_emb", None))
 
     def before(index: int) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             hidden = args[0] if args else kwargs["hidden_states"]
-            seen[index] = _Seen(hidden.clone(), kwargs.get("position_embeddings"))
+            tables = kwargs.get("position_embeddings")
+            seen[index] = _Seen(hidden, hidden.clone(), tables, recorder.rotation_of(tables))
 
         return hook
 
@@ -125,9 +135,11 @@ def _probe(model: PreTrainedModel, candidates: dict[int, nn.Module], max_model_l
 
         return hook
 
-    def after_attention(index: int) -> Any:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            seen[index].attention_output = output[0].clone()
+    def after_child(index: int) -> Any:
+        def hook(child: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            given: Any = args[0] if args else kwargs.get("hidden_states")
+            output = output[0] if isinstance(output, tuple) else output
+            seen[index].calls.append(Call(child, given, output))
 
         return hook
 
@@ -142,7 +154,7 @@ def _probe(model: PreTrainedModel, candidates: dict[int, nn.Module], max_model_l
         hooks += [
             layer.register_forward_pre_hook(before(index), with_kwargs=True),
             layer.register_forward_hook(after(index)),
-            attention.register_forward_hook(after_attention(index)),
+            *(child.register_forward_hook(after_child(index), with_kwargs=True) for child in layer.children()),
         ]
     name: str = model.config._attn_implementation
     own = AttentionInterface._global_mapping[name]
@@ -152,7 +164,7 @@ def _probe(model: PreTrainedModel, candidates: dict[int, nn.Module], max_model_l
         model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
     finally:
         AttentionInterface.register(name, own)
-        for hook in hooks:
+        for hook in (*hooks, recorder):
             hook.remove()
     return seen
 
@@ -183,31 +195,32 @@ def _plain_attention(
 
 def _verified(layer: nn.Module, seen: _Seen | None, dtype: torch.dtype, linear: LinearKind) -> FusedDecoderLayer | None:
     """Return a fused layer that computes the same as the layer, or None."""
-    if seen is None or seen.output is None or seen.attention_output is None or len(seen.options) != 1:
+    if seen is None or seen.output is None or len(seen.options) != 1:
         return None
-    gated = is_gated(getattr(layer, "mlp"))  # noqa: B009  # nn.Module's attributes have no type
-    for with_rope in (True, False) if seen.position_embeddings is not None else (False,):
-        make = partial(FusedDecoderLayer, layer, _constant(seen.options[0]), with_rope=with_rope, with_gate=gated)
-        fused = make(linear=linear if linear.exact else PackedLinear)
-        fused.attend = _plain_attention
-        try:
-            if _computes_the_same(fused, layer, seen, dtype):
+    try:
+        parts = parts_of(layer, seen.given, seen.calls)
+        if parts is None or parts.attention.call.module is not layer.self_attn:
+            return None
+        gate = gate_of(parts.mlp.call, differs)
+        for with_rope in (True, False) if seen.position_embeddings is not None else (False,):
+            make = partial(FusedDecoderLayer, parts, _constant(seen.options[0]), with_rope=with_rope, gate=gate)
+            fused = make(linear=linear if linear.exact else PackedLinear)
+            fused.attend = _plain_attention
+            if _computes_the_same(fused, parts.attention.call, seen, dtype):
                 return fused if linear.exact else make(linear=linear)
-        except (RuntimeError, TypeError, ValueError) as error:  # the parts do not fit together in this way
-            logger.debug("a decoder layer cannot be fused: %s", error)
+    except (RuntimeError, TypeError, ValueError) as error:  # the parts do not fit together in this way
+        logger.debug("a decoder layer cannot be fused: %s", error)
     return None
 
 
-def _computes_the_same(fused: FusedDecoderLayer, layer: nn.Module, seen: _Seen, dtype: torch.dtype) -> bool:
+def _computes_the_same(fused: FusedDecoderLayer, attention: Call, seen: _Seen, dtype: torch.dtype) -> bool:
     assert seen.output is not None
-    assert seen.attention_output is not None
-    normed = getattr(layer, "input_layernorm")(seen.hidden)[0]  # noqa: B009
-    added = fused.attention_block(normed.contiguous(), seen.position_embeddings)
+    found = fused.attention_block(attention.given[0].contiguous(), seen.position_embeddings)
     output = fused(seen.hidden.clone(), position_embeddings=seen.position_embeddings)
     # Inputs that were not rounded to bfloat16 before become other integers.
-    slack = 2.0 if any(isinstance(module, GroupedLinear) for module in layer.modules()) else 1.0
+    slack = 2.0 if has_groups(attention.module) else 1.0
     return not (
-        differs(added, seen.attention_output.reshape(added.shape), dtype, slack)
+        differs(found, attention.output.reshape(found.shape), dtype, slack)
         or differs(output - seen.hidden, seen.output - seen.hidden, dtype, slack)
     )
 

@@ -45,8 +45,9 @@ class ShortForward:
         norm, head = Norm.of(getattr(decoder, "norm", None)), model.get_output_embeddings()
         if norm is None or not isinstance(head, PreparedLinear):
             return None
-        parts = (model.get_input_embeddings(), getattr(decoder, "rotary_emb", None))
-        stand_in = _StandIn()
+        rotary = None if stack.makes_tables else getattr(decoder, "rotary_emb", None)
+        parts = (model.get_input_embeddings(), rotary)
+        stand_in = _StandIn(takes_tables=not stack.makes_tables)
         try:
             if _computes_the_same(cls(*parts, stand_in, norm, head), stand_in, model, max_model_len):
                 return cls(*parts, stack, norm, head)
@@ -68,8 +69,9 @@ class ShortForward:
 class _StandIn(nn.Module):
     """Replaces all layers: records its inputs, and returns fixed numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_tables: bool) -> None:
         super().__init__()
+        self._takes_tables = takes_tables
         self.given: list[torch.Tensor] = []
 
     def forward(
@@ -79,7 +81,8 @@ class _StandIn(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **__: Any,
     ) -> torch.Tensor:
-        self.given = [hidden_states.clone(), *(position_embeddings or ())]
+        tables = position_embeddings if self._takes_tables else None
+        self.given = [hidden_states.clone(), *(tables or ())]
         numbers = torch.arange(hidden_states.numel(), dtype=torch.float32).view_as(hidden_states)
         return torch.sin(numbers * numbers).to(hidden_states.dtype)
 

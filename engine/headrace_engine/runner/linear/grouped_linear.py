@@ -97,9 +97,20 @@ class GroupedLinear(NativeLinear):
         weights = [weight for layer in layers for weight in layer.weights]
         return cls(weights, bias, layers[0]._dtype, batch_invariant=layers[0].batch_invariant)
 
+    def halves(self) -> list["GroupedLinear"]:
+        """Return the layers of the first and the last half of the outputs, without biases. Weights are shared.
+
+        Raises:
+            ValueError: the weight cannot be divided there.
+        """
+        [weight] = self.weights
+        middle = weight.out_features // 2
+        parts = (weight.part(0, middle), weight.part(middle, weight.out_features))
+        return [GroupedLinear([part], None, self._dtype, batch_invariant=self.batch_invariant) for part in parts]
+
 
 class GroupedGatedLinear(GroupedLinear):
-    """Merged gate and up projections, without biases: [rows, in_features] -> silu(gate) * up."""
+    """Merged gate and up projections, without biases: [rows, in_features] -> activation of gate * up."""
 
     gated = True
 

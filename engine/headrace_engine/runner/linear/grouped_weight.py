@@ -1,6 +1,7 @@
 """`GroupedWeight`: a weight in groups of few bits, in the layout of `grouped_weights.h`. Nothing is rounded."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -103,6 +104,15 @@ class GroupedWeight:
         )
         if bad_row >= 0:
             raise BadScaleError(first + bad_row)
+
+    def part(self, first: int, last: int) -> "GroupedWeight":
+        """Return the outputs first..last, which share memory with this weight. Raises ValueError within a strip."""
+        if first % _COLUMNS or (last % _COLUMNS and last != self.out_features):
+            raise ValueError(f"outputs {first} to {last} are no whole strips of {_COLUMNS}")
+        found = copy(self)
+        found.out_features = last - first
+        found.strips = self.strips[self._bytes(first) : self._bytes(last)]
+        return found
 
     def rows(self, outputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Dequantise the rows of these outputs: int64 [count] -> [count, in_features]."""

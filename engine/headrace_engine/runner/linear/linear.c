@@ -51,16 +51,16 @@ static inline __attribute__((always_inline)) void
 finish_row(const linear_args *a, int64_t row, int column, int width, float *sums, const float *up, int dtype) {
     int64_t at = row * a->out_stride + column;
     if (up)
-        for (int j = 0; j < PANEL; j += LANES) *(f32x *)(sums + j) = silu(*(f32x *)(sums + j), dtype) * *(f32x *)(up + j);
+        for (int j = 0; j < PANEL; j += LANES) *(f32x *)(sums + j) = activate(*(f32x *)(sums + j), a->activation, dtype) * *(f32x *)(up + j);
     else if (a->bias) add_bias(a, column, width, sums, dtype);
     if (a->result == GELU)
         for (int j = 0; j < PANEL; j += LANES) *(f32x *)(sums + j) = gelu(*(f32x *)(sums + j));
     for (; width >= LANES; width -= LANES, sums += LANES, at += LANES) {
         f32x value = *(f32x *)sums;
-        store_vector(a->out, at, a->result == ADD ? value + load_vector(a->out, at, dtype) : value, dtype);
+        store_vector(a->out, at, a->result == ADD ? value * a->scale + load_vector(a->out, at, dtype) : value, dtype);
     }
     for (int j = 0; j < width; j++)
-        store_scalar(a->out, at + j, a->result == ADD ? sums[j] + load_scalar(a->out, at + j, dtype) : sums[j], dtype);
+        store_scalar(a->out, at + j, a->result == ADD ? sums[j] * a->scale + load_scalar(a->out, at + j, dtype) : sums[j], dtype);
 }
 
 static inline float norm_scale(const linear_args *a, int64_t from) {
@@ -70,12 +70,12 @@ static inline float norm_scale(const linear_args *a, int64_t from) {
 static inline __attribute__((always_inline)) f32x
 load_inputs(const linear_args *a, int64_t from, int k, float scale, int dtype) {
     f32x x = load_vector(a->x, from + k, dtype);
-    return a->norm_weight ? x * (load_vector(a->norm_weight, k, dtype) * scale) : x;
+    return a->norm_weight ? x * (load_vector(a->norm_weight, k, FLOAT32) * scale) : x;
 }
 
 static inline float load_input(const linear_args *a, int64_t from, int k, float scale) {
     float x = load_scalar(a->x, from + k, a->dtype);
-    return a->norm_weight ? x * (load_scalar(a->norm_weight, k, a->dtype) * scale) : x;
+    return a->norm_weight ? x * (a->norm_weight[k] * scale) : x;
 }
 
 static inline int by_tiles(const linear_args *a) { return matrix_tiles_enabled && a->dtype == BFLOAT16 && !by_integers(a); }
@@ -292,10 +292,10 @@ void headrace_pack_weight(int dtype, int threads, int gated, int in, int out, co
 }
 
 EXPORT_LAYOUT(linear_args, FIELD(linear_args, dtype), FIELD(linear_args, threads), FIELD(linear_args, spins),
-              FIELD(linear_args, result), FIELD(linear_args, in_features), FIELD(linear_args, out_features),
+              FIELD(linear_args, result), FIELD(linear_args, activation), FIELD(linear_args, in_features), FIELD(linear_args, out_features),
               FIELD(linear_args, driver), FIELD(linear_args, num_segments),
               FIELD(linear_args, rows), FIELD(linear_args, x_stride), FIELD(linear_args, out_stride),
               FIELD(linear_args, x), FIELD(linear_args, weight), FIELD(linear_args, bias), FIELD(linear_args, out),
-              FIELD(linear_args, norm_weight), FIELD(linear_args, norm_eps), FIELD(linear_args, segments),
+              FIELD(linear_args, norm_weight), FIELD(linear_args, norm_eps), FIELD(linear_args, scale), FIELD(linear_args, segments),
               FIELD(linear_args, upcoming));
 EXPORT_LAYOUT(weight_segment, FIELD(weight_segment, strips), FIELD(weight_segment, format), FIELD(weight_segment, out_features));

@@ -23,14 +23,16 @@ typedef struct {
 typedef struct {
     int32_t dtype, threads;
     int32_t spins;  /* of a waiting thread */
-    int32_t result; /* STORE, ADD to out, SILU_MUL of gate and up columns, or GELU */
+    int32_t result; /* STORE, ADD to out, SILU_MUL: a gate of gate and up columns, or GELU */
+    int32_t activation; /* of the gate */
     int32_t in_features, out_features;
     int32_t driver, num_segments;
     int64_t rows, x_stride, out_stride; /* strides in elements */
     const void *x, *weight, *bias;      /* bias: [out_features], or NULL */
     void *out;
-    const void *norm_weight; /* NULL, or x is normalised first: rms_norm(x) * norm_weight */
+    const float *norm_weight; /* NULL, or x is normalised first: rms_norm(x) * norm_weight */
     float norm_eps;
+    float scale; /* of what is added to out */
     const weight_segment *segments; /* NULL: dense weights; a gated product has two, gate and up */
     upcoming_blocks *upcoming; /* NULL, or what to prefetch meanwhile; products by matrix tiles ignore it */
 } linear_args;

@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from headrace_engine.runner.elementwise.ops import Norm
+from headrace_engine.runner.elementwise.ops import Activation, Norm
 from headrace_engine.runner.linear import packed_linear
 from headrace_engine.runner.linear.prepared_linear import PreparedLinear
 from headrace_engine.runner.native import native_library
@@ -34,11 +34,12 @@ class LinearArgs(ctypes.Structure):
     """`linear_args` of linear.c."""
 
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("dtype", "threads", "spins", "result", "in_features", "out_features")),
-        *((name, ctypes.c_int32) for name in ("driver", "num_segments")),
+        *((name, ctypes.c_int32) for name in ("dtype", "threads", "spins", "result", "activation")),
+        *((name, ctypes.c_int32) for name in ("in_features", "out_features", "driver", "num_segments")),
         *((name, ctypes.c_int64) for name in ("rows", "x_stride", "out_stride")),
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out", "norm_weight")),
         ("norm_eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
         ("segments", ctypes.c_void_p),
         ("upcoming", ctypes.c_void_p),
     )
@@ -105,6 +106,8 @@ class NativeLinear(PreparedLinear):
     """Replaces an `nn.Linear` in inference. Does not keep the original weight."""
 
     gated = False
+    activation = Activation.SILU
+    """Of the gate of a gated layer."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(weight, bias)
@@ -135,20 +138,25 @@ class NativeLinear(PreparedLinear):
         out = self._compute(self.args(), rows)
         return out if x.dim() == 2 else out.view(*x.shape[:-1], self._width)
 
-    def after_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
+    def after_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm | None) -> torch.Tensor:
         """The kernel normalises its input while it copies it."""
         if delta is not None:
             hidden += delta
         return self._compute(self.args(norm), hidden)
 
-    def add_to(self, out: torch.Tensor, x: torch.Tensor) -> None:
+    def add_to(self, out: torch.Tensor, x: torch.Tensor, scale: float = 1.0) -> None:
         """The kernel adds to `out` without another pass over memory."""
-        self._compute(self.args(adds=True), x, out)
+        self._compute(self.args(adds=scale), x, out)
 
-    def args(self, norm: Norm | None = None, *, adds: bool = False) -> LinearArgs:
-        """Return the arguments of the kernel, except rows, threads, x and out. `adds`: add the result to out."""
+    def args(self, norm: Norm | None = None, *, adds: float | None = None) -> LinearArgs:
+        """Return the arguments of the kernel, except rows, threads, x and out. They need the memory of `norm`.
+
+        `adds`: add the result to out, multiplied by this number.
+        """
         args = LinearArgs.from_buffer_copy(self._own_args())
-        args.result = _ADD if adds else self._result
+        args.result, args.activation = self._result, self.activation
+        if adds is not None:
+            args.result, args.scale = _ADD, adds
         if norm is not None:
             args.norm_weight, args.norm_eps = norm.weight.data_ptr(), norm.eps
         return args
@@ -172,12 +180,16 @@ class NativeLinear(PreparedLinear):
 
 
 class NativeGatedLinear(NativeLinear):
-    """Merged gate and up projections: [rows, in_features] -> silu(gate) * up, [rows, half of out_features].
+    """Merged gate and up projections: [rows, in_features] -> activation of gate * up, [rows, half of out_features].
 
-    After SwiGLU (Shazeer 2020), without biases.
+    After SwiGLU and GEGLU (Shazeer 2020), without biases.
     """
 
     gated = True
+
+    def __init__(self, weight: torch.Tensor, activation: Activation = Activation.SILU) -> None:
+        super().__init__(weight, None)
+        self.activation = activation
 
 
 class NativeGeluLinear(NativeLinear):

@@ -24,18 +24,29 @@ class PreparedLinear(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:  # noqa: ARG002  # subclasses use them
         super().__init__()
 
-    def after_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
-        """Add `delta`, if given, to hidden [rows, in_features] in place; return the layer of its norm."""
-        out: torch.Tensor = self(self.ops.add_rms_norm(hidden, delta, norm.weight, norm.eps))
+    def after_norm(self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm | None) -> torch.Tensor:
+        """Add `delta`, if given, to hidden [rows, in_features] in place; return the layer of its norm, or of itself."""
+        out: torch.Tensor = self(normalised(self.ops, hidden, delta, norm))
         return out
 
-    def add_to(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002  # subclasses use it
-        """Apply the layer to x [rows, in_features].
+    def add_to(self, out: torch.Tensor, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor | None:  # noqa: ARG002
+        """Apply the layer to x [rows, in_features], and multiply the result by `scale`.
 
-        Either add the result to out [rows, out_features] and return None, or return it for the caller to add.
+        Either add that to out [rows, out_features] and return None, or return it for the caller to add.
         """
         added: torch.Tensor = self(x)
-        return added
+        return added if scale == 1.0 else added * scale
+
+
+def normalised(
+    ops: ElementwiseOps, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm | None
+) -> torch.Tensor:
+    """Add `delta`, if given, to hidden in place. Return the norm of hidden, or hidden itself without a norm."""
+    if norm is not None:
+        return ops.add_rms_norm(hidden, delta, norm.weight, norm.eps)
+    if delta is not None:
+        hidden += delta
+    return hidden
 
 
 LinearKind = type[PreparedLinear]
@@ -55,11 +66,11 @@ class DeviceLinear(PreparedLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self._weight, self._bias)
 
-    def add_to(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+    def add_to(self, out: torch.Tensor, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor | None:
         """Add in the product itself, without another pass over memory, unless there is a bias."""
         if self._bias is not None:
-            return nn.functional.linear(x, self._weight, self._bias)
-        out.addmm_(x, self._weight.t())
+            return super().add_to(out, x, scale)
+        out.addmm_(x, self._weight.t(), alpha=scale)
         return None
 
 

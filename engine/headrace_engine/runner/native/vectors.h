@@ -141,14 +141,23 @@ static inline f32x power_of_two_rough(f32x x) {
 }
 #endif
 
-/* Returns x * sigmoid(x), to the precision of a result that is rounded to `dtype`. */
-static inline f32x silu(f32x x, int dtype) {
+/* The activations of a gate, as in ops.py. */
+enum { SILU = 0, GELU_TANH = 1 };
+
+/* Returns what the sigmoid of an activation is taken of. 0.5 (1 + tanh(y)) = sigmoid(2 y), y = sqrt(2 / pi) (x + 0.044715 x^3). */
+static inline f32x sigmoid_input(f32x x, int activation) {
+    return activation == GELU_TANH ? x * (x * x * 7.13548163e-2f + 1.59576912f) : x;
+}
+
+/* Returns the activation of x, x * sigmoid(..), to the precision of a result that is rounded to `dtype`. */
+static inline f32x activate(f32x x, int activation, int dtype) {
 #ifdef __AVX512DQ__
     if (dtype == BFLOAT16) /* the result is rounded next, so an approximate reciprocal is enough */
-        return x * (f32x)_mm512_rcp14_ps((__m512)(1.0f + power_of_two_rough(x * -LOG2_E)));
+        return x * (f32x)_mm512_rcp14_ps((__m512)(1.0f + power_of_two_rough(sigmoid_input(x, activation) * -LOG2_E)));
 #endif
-    x = max_vector(broadcast(-87.3f), x); /* below it the sigmoid is zero, and its divisor has no reciprocal */
-    f32x divisor = 1.0f + power_of_two(x * -LOG2_E);
+    /* below, the sigmoid is zero, and its divisor has no reciprocal */
+    x = max_vector(broadcast(activation == GELU_TANH ? -9.9f : -87.3f), x);
+    f32x divisor = 1.0f + power_of_two(sigmoid_input(x, activation) * -LOG2_E);
 #ifdef __AVX512F__
     f32x inverse = (f32x)_mm512_rcp14_ps((__m512)divisor);
     return x * (inverse * (2.0f - divisor * inverse)); /* one Newton step doubles the precise bits */

@@ -133,7 +133,7 @@ def main() -> None:
             for letters, content, goes_on in cases
         ]
         problems = [each for each in found if each is not None]
-        parts = TokenizerParts(tokenizer_json=backend.to_str(), chat_template=template, special_tokens=SPECIAL)
+        parts = TokenizerParts(tokenizer_json=backend.to_str().encode(), chat_template=template, special_tokens=SPECIAL)
         tokenizer: Any = SimpleNamespace(backend=backend)
         parser = AnswerFormats().of(parts, tokenizer)["tool_parser"]
         group = "with tools" if has_tools else "without tools"

@@ -26,7 +26,7 @@ BYTE_LEVEL, FALLBACK, METASPACE, KEPT_SPACE, UNIGRAM = (
 
 
 def forms(kind: Kind, *words: str, vocab_size: int = 100_000) -> set[tuple[str | None, ...]]:
-    tokenizer = ModelTokenizer(TokenizerParts(tokenizer_json=kind().to_str(), special_tokens={}))
+    tokenizer = ModelTokenizer(TokenizerParts(tokenizer_json=kind().to_str().encode(), special_tokens={}))
     found = tokenize_bad_words(tokenizer, words, vocab_size)
     return {tuple(tokenizer.backend.id_to_token(token_id) for token_id in form) for form in found}
 

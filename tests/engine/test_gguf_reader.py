@@ -8,7 +8,7 @@ import pytest
 from gguf import GGUFEndian, GGUFReader, GGUFWriter
 
 from headrace_engine.checkpoints.checkpoint import quick_reads
-from headrace_engine.checkpoints.gguf_reader import HeaderReader, end_token_ids
+from headrace_engine.checkpoints.gguf_reader import HeaderReader, end_token_ids, header_for_transformers, read_header
 
 TOKENS = 5000
 
@@ -71,6 +71,39 @@ def test_an_impossible_number_of_values_is_refused_before_memory_is_taken_for_it
         HeaderReader(path)
 
 
+def test_transformers_gets_the_number_of_tokens_in_place_of_the_tokens(tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny.gguf")
+    shown = header_for_transformers(path)
+    assert shown.fields["llama.vocab_size"].contents() == TOKENS
+    assert max(len(field.data) for field in shown.fields.values()) < 20
+
+
+def test_tensors_can_be_hidden_from_transformers_only(tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny.gguf")
+    assert header_for_transformers(path, {"output.weight"}).tensors == []
+    assert [tensor.name for tensor in read_header(path).tensors] == ["output.weight"]
+
+
+def test_a_header_is_read_once_and_again_when_the_file_changes(tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny.gguf")
+    first = read_header(path)
+    assert read_header(path) is first
+    write(path).touch()
+    assert read_header(path) is not first
+
+
+def test_the_digest_of_fields_depends_on_their_values_only(tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny.gguf")
+    before = HeaderReader(path)
+    digest, others = before.digest_of("tokenizer."), before.digest_of("general.", "llama.")
+    content = path.read_bytes()
+    path.write_bytes(content.replace("token 4321 ü".encode(), "token 4322 ü".encode(), 1))
+    assert HeaderReader(path).digest_of("tokenizer.") != digest
+    assert HeaderReader(path).digest_of("general.", "llama.") == others
+    path.write_bytes(content[:-1] + b"\1")  # a weight
+    assert HeaderReader(path).digest_of("tokenizer.") == digest
+
+
 CONTROL, USER_DEFINED = 3, 4
 
 
@@ -119,7 +152,7 @@ def write_tokens(path: Path, tokens: list[str], keys: dict[str, int], types: lis
 
 def test_transformers_uses_the_reader_for_gguf_files_and_only_while_one_is_loaded() -> None:
     with quick_reads("model.gguf"):
-        assert gguf.GGUFReader is HeaderReader
+        assert gguf.GGUFReader is header_for_transformers
     assert gguf.GGUFReader is GGUFReader
     with quick_reads("folder"):
         assert gguf.GGUFReader is GGUFReader

@@ -172,13 +172,16 @@ def test_a_class_that_encodes_in_a_way_of_its_own_is_used_itself(
 def test_a_process_that_has_the_parts_imports_no_torch(tmp_path: Path) -> None:
     plain(tmp_path)
     parts = asdict(parts_of(read_tokenizer(str(tmp_path), trust_remote_code=False)))
+    parts["tokenizer_json"] = parts["tokenizer_json"].decode()
     program = """if True:
         import json, sys
         import headrace_workers.app, headrace_workers.celery.bootsteps
         from headrace_engine.text.tokenizer_factory import create_tokenizer
         from headrace_engine.text.tokenizer_parts import TokenizerParts
         before = "transformers" in sys.modules
-        tokenizer = create_tokenizer("", TokenizerParts(**json.load(sys.stdin)))
+        parts = json.load(sys.stdin)
+        parts["tokenizer_json"] = parts["tokenizer_json"].encode()
+        tokenizer = create_tokenizer("", TokenizerParts(**parts))
         text, ids = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
         print(json.dumps([tokenizer.decode(ids) == text, before, "torch" in sys.modules]))
     """

@@ -55,7 +55,7 @@ def test_a_form_that_cannot_be_compiled_is_refused_and_the_engine_lives(
 def test_a_grammar_begins_after_the_thought_that_the_prompt_has_opened(
     engine: DrivenEngine, structured: dict[str, Any]
 ) -> None:
-    tokenizer = Tokenizer.from_str(engine.call("tokenizer")["tokenizer_json"])
+    tokenizer = Tokenizer.from_buffer(engine.call("tokenizer")["tokenizer_json"])
     prompt = tokenizer.encode("Two and two is <think>\n").ids
     thought = tokenizer.encode("Let me see.</think>\n").ids
     asked = {"structured_outputs": structured, "ignore_eos": False}
@@ -116,7 +116,7 @@ def test_the_seed_minus_one_is_a_seed(engine: DrivenEngine) -> None:
 def test_a_form_means_what_it_means_to_headraces_own_engine(engine: DrivenEngine) -> None:
     """vLLM alone passes over whitespace_pattern and lets \\d be any script's digit."""
     schema = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
-    tokenizer = pytest.importorskip("tokenizers").Tokenizer.from_str(engine.call("tokenizer")["tokenizer_json"])
+    tokenizer = pytest.importorskip("tokenizers").Tokenizer.from_buffer(engine.call("tokenizer")["tokenizer_json"])
 
     def text(**structured: Any) -> str:
         (answer,) = engine.run([Case(PROMPT, greedy(max_tokens=60, structured_outputs=structured))])

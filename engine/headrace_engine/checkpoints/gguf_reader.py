@@ -4,8 +4,11 @@ The vocabulary is most of a header: 786,000 values for Gemma 3. `gguf.GGUFReader
 takes 9 seconds. Only the tokenizer needs them, and transformers reads them for it by other code.
 """
 
+import copy
 import functools
+import hashlib
 import math
+import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Literal
@@ -29,6 +32,8 @@ _END_TOKENS: Final = frozenset(
 # fmt: on
 _OPEN_AFTER_END: Final = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 """Models that have these tokens write `<|end|>` between the parts of an answer."""
+_WITHOUT_VOCAB_SIZE: Final = {"gpt2", "starcoder2"}
+"""transformers reads no such field for these architectures, and counts the tokens."""
 _LONGEST_NAME: Final = max(len(name.encode()) for name in _END_TOKENS)
 
 
@@ -43,6 +48,7 @@ class HeaderReader(GGUFReader):
     def _build_fields(self, offs: int, count: int) -> int:
         self.data = self.data.view(np.ndarray)  # slices of a memmap cost three times as much
         end = int(super()._build_fields(offs, count))
+        self._end_of_fields = end
         for name, field in self.fields.items():  # transformers reads each element, and needs the number of tokens
             if len(field.data) > _LONG_ARRAY and name != "tokenizer.ggml.tokens":
                 self.fields[name] = field._replace(data=field.data[:1])
@@ -125,6 +131,19 @@ class HeaderReader(GGUFReader):
                 found[name] = token_id
         return found
 
+    @property
+    def num_tokens(self) -> int:
+        return self._array_at("tokenizer.ggml.tokens")[1]
+
+    def digest_of(self, *prefixes: str) -> bytes:
+        """Return a digest of the names and values of all fields whose names begin so."""
+        begins = [field.offset for field in self.fields.values()]
+        digest = hashlib.blake2b(digest_size=16)
+        for field, end in zip(self.fields.values(), [*begins[1:], self._end_of_fields], strict=True):
+            if field.name.startswith(prefixes):
+                digest.update(memoryview(self.data)[field.offset : end])
+        return digest.digest()
+
     def token_type(self, token_id: int) -> int | None:
         begin, count = self._array_at("tokenizer.ggml.token_type")
         if token_id >= count:
@@ -143,7 +162,7 @@ def end_token_ids(model: str) -> list[int]:
     The name counts because many files name only the end of a text, and not the end of a turn. llama.cpp also ends at
     the separators of its infill requests, which are not served here. Source: `src/llama-vocab.cpp` of llama.cpp.
     """
-    header = HeaderReader(model)
+    header = read_header(model)
     named = header.find_tokens(_END_TOKENS)
     if "<|end|>" in named and any(pair <= named.keys() for pair in _OPEN_AFTER_END):
         del named["<|end|>"]
@@ -153,16 +172,54 @@ def end_token_ids(model: str) -> list[int]:
     return list(dict.fromkeys([*(token_id for token_id in by_key if token_id is not None), *sorted(named.values())]))
 
 
+def read_header(path: str | os.PathLike[str]) -> HeaderReader:
+    """Read a header, or return the one that was read last if it is of the same file. Do not change it."""
+    status = os.stat(path)  # noqa: PTH116  # `path` may be a text
+    return _read(os.fspath(path), (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=1)
+def _read(path: str, _identity: tuple[int, ...]) -> HeaderReader:
+    return HeaderReader(path)
+
+
+def header_for_transformers(path: str | os.PathLike[str], omitted: Collection[str] = ()) -> HeaderReader:
+    """Return a header that transformers reads in a short time.
+
+    transformers converts each token to count them. So the number of tokens is a field of its own, and the tokens are
+    reduced to one.
+
+    Args:
+        omitted: names of tensors that it does not show.
+    """
+    header = copy.copy(read_header(path))
+    header.tensors = [tensor for tensor in header.tensors if tensor.name not in omitted]
+    header.fields = header.fields.copy()
+    tokens = header.fields.get("tokenizer.ggml.tokens")
+    architecture = header.fields.get("general.architecture")
+    if tokens is None or architecture is None or architecture.contents() in _WITHOUT_VOCAB_SIZE:
+        return header
+    name = f"{architecture.contents()}.vocab_size"
+    size = ReaderField(0, name, [np.array([len(tokens.data)], np.uint32)], [0], [GGUFValueType.UINT32])
+    header.fields.setdefault(name, size)
+    header.fields["tokenizer.ggml.tokens"] = tokens._replace(data=tokens.data[:1])
+    return header
+
+
 @contextmanager
 def without_vocabulary() -> Iterator[None]:
-    """Let transformers read the configuration and weights of GGUF files by `HeaderReader`.
+    """Let transformers read the configuration and weights of GGUF files by `header_for_transformers`.
 
     transformers takes the class from the `gguf` package at each load, and has no argument for another one. It also
-    builds the same map of tensor names again for each module of a model. That map is cached here.
+    builds the same map of tensor names again for each module of a model. That map is cached here. Its other reader
+    takes slices of a memmap, which cost thirty times as much as those of an array.
     """
-    name_map = gguf.get_tensor_name_map
-    gguf.GGUFReader, gguf.get_tensor_name_map = HeaderReader, functools.cache(name_map)
+    from transformers.integrations.gguf import reader
+
+    name_map, mapped = gguf.get_tensor_name_map, reader._mapped
+    gguf.GGUFReader, gguf.get_tensor_name_map = header_for_transformers, functools.cache(name_map)
+    reader._mapped = lambda path: mapped(path).view(np.ndarray)
     try:
         yield
     finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = GGUFReader, name_map
+        gguf.GGUFReader, gguf.get_tensor_name_map, reader._mapped = GGUFReader, name_map, mapped

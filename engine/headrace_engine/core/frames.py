@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import msgpack
 
-PROTOCOL: Final = 2
+PROTOCOL: Final = 3
 """Version of the frames. It grows with every change that an older side cannot read."""
 _READ_SIZE = 1 << 16
 

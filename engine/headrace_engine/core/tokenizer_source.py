@@ -40,7 +40,7 @@ class TokenizerSource:
         parts, self._parts = self._parts or load_tokenizer(self._config), None
         return GrammarCompiler(
             TokenizerDefinition(
-                tokenizer_json=parts.tokenizer_json,
+                tokenizer_json=parts.tokenizer_json.decode(),
                 vocab_size=self._model_info.vocab_size,
                 eos_token_ids=self._model_info.with_end_token(parts.eos_token_id).eos_token_ids,
             )

@@ -52,7 +52,7 @@ def _file_bytes(path: Path, dtype: torch.dtype) -> int:
 
 def _gguf_bytes(model: str, dtype: torch.dtype, packed: Container[str]) -> int:
     """Return the bytes of all tensors after loading. Matrices of the `packed` types keep their size."""
-    from headrace_engine.checkpoints.gguf_reader import HeaderReader  # imports gguf, which other models do not need
+    from headrace_engine.checkpoints.gguf_reader import read_header  # imports gguf, which other models do not need
 
     if not Path(model).is_file():
         return 0  # the loader raises the error
@@ -60,7 +60,7 @@ def _gguf_bytes(model: str, dtype: torch.dtype, packed: Container[str]) -> int:
         int(tensor.n_bytes)
         if tensor.tensor_type.name in packed and len(tensor.shape) == 2  # the experts of a layer have three dimensions
         else dtype.itemsize * int(tensor.n_elements)
-        for tensor in HeaderReader(model).tensors
+        for tensor in read_header(model).tensors
     )
 
 

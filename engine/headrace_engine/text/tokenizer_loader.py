@@ -10,24 +10,56 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import tokenizers
+import transformers
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from headrace_engine.checkpoints.checkpoint import pretrained_source, quick_reads
+from headrace_engine.checkpoints.checkpoint import is_gguf, pretrained_source, quick_reads
 from headrace_engine.errors import ModelLoadError
 from headrace_engine.options.config import EngineConfig, ModelConfig
 from headrace_engine.text import chat_template
 from headrace_engine.text.chat import ChatOptions
 from headrace_engine.text.tokenizer import ModelTokenizer
+from headrace_engine.text.tokenizer_cache import TokenizerCache
+from headrace_engine.text.tokenizer_json import compacted
 from headrace_engine.text.tokenizer_parts import TokenizerParts
 
 # `ModelTokenizer` replaces these methods of the plain class. A class that overrides one needs `OwnMethodsTokenizer`.
 _METHODS = ("__call__", "_encode_plus", "apply_chat_template", "get_chat_template", "special_tokens_map")
 
+_LARGE_VOCABULARY: Final = 8192
+"""Smaller tokenizers are built in a moment, and not kept in the cache."""
+_CACHE_VERSION: Final = 1
+"""Grows when the parts of a tokenizer change."""
+
 
 def load_tokenizer(config: EngineConfig) -> TokenizerParts:
     """Load the parts of the tokenizer. The default of `EngineConfig.tokenizer`. Raises ModelLoadError."""
-    return parts_of(read_tokenizer_of(config.model))
+    source, _ = config.model.tokenizer_source
+    if not is_gguf(source):
+        return parts_of(read_tokenizer_of(config.model))
+    cache = _cache_of(source)
+    parts = cache.read() if cache is not None else None
+    if parts is None:
+        parts = parts_of(read_tokenizer_of(config.model))
+        if cache is not None:
+            cache.write(parts)
+    return parts
+
+
+def _cache_of(path: str) -> TokenizerCache | None:
+    """Return the cache for the tokenizer of a GGUF file. None if it is small, or cannot be read."""
+    from headrace_engine.checkpoints.gguf_reader import read_header  # imports gguf, which other models do not need
+
+    try:
+        header = read_header(path)
+    except (OSError, ValueError, IndexError):
+        return None  # transformers raises the error
+    if header.num_tokens < _LARGE_VOCABULARY:
+        return None
+    versions = f"{_CACHE_VERSION} {transformers.__version__} {tokenizers.__version__}"
+    return TokenizerCache(header.digest_of("general.", "tokenizer."), versions)
 
 
 def read_tokenizer_of(model: ModelConfig) -> Any:
@@ -57,7 +89,7 @@ def parts_of(tokenizer: Any) -> TokenizerParts:
     backend.no_padding()
     backend.no_truncation()
     try:
-        tokenizer_json = backend.to_str()
+        tokenizer_json = compacted(backend.to_str())
     except Exception as error:  # the message of tokenizers if a step is a Python object
         raise ModelLoadError(f"the tokenizer {type(tokenizer).__name__} cannot be had as JSON: {error}") from error
     template = _template(tokenizer)

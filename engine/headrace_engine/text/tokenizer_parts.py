@@ -7,8 +7,10 @@ from dataclasses import dataclass
 class TokenizerParts:
     """The data that is needed to encode and decode as transformers does, without its tokenizer class."""
 
-    tokenizer_json: str
-    """The content of `tokenizer.json`, with the tokens that the configuration of the tokenizer adds."""
+    tokenizer_json: bytes
+    """The content of `tokenizer.json` in UTF-8, with the tokens that the configuration of the tokenizer adds.
+
+    A text of Python would take four times the memory."""
     chat_template: str | None = None
     """The template for a chat without tools."""
     tool_chat_template: str | None = None

@@ -21,7 +21,7 @@ def decode(token_ids: list[int]) -> str:
 
 def load_tokenizer(_: object) -> TokenizerParts:
     """What `EngineConfig.tokenizer` names for a core on the fake runner."""
-    return TokenizerParts(tokenizer_json=tokenizer_json(), special_tokens={"eos_token": "<eos>"})
+    return TokenizerParts(tokenizer_json=tokenizer_json().encode(), special_tokens={"eos_token": "<eos>"})
 
 
 def tokenizer_json() -> str:

@@ -13,8 +13,8 @@ from headrace_engine.requests.request import FinishReason
 from headrace_monitoring.health import WorkerHealth
 from headrace_monitoring.metrics import Metrics
 from headrace_workers.engine_link.adapters import Adapters
+from headrace_workers.preparation.preparer import GrammarCachingProcessor, Preparer
 from headrace_workers.preparation.preparer_process import Answer, Verdict
-from headrace_workers.preparation.process import GrammarCachingProcessor, Preparer
 from headrace_workers.requests.dispatcher import Dispatcher
 from headrace_workers.requests.preemption import Preemption
 from headrace_workers.requests.service_state import ServedModel

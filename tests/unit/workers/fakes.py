@@ -186,7 +186,7 @@ class FakeSupervisor:
     def __init__(self) -> None:
         self.is_ready = True
         self.tokenizer = FakeTokenizer()
-        self.tokenizer_parts = TokenizerParts(tokenizer_json="", special_tokens={})
+        self.tokenizer_parts = TokenizerParts(tokenizer_json=b"", special_tokens={})
         self.pid = 4711
         self.sent: list[EngineCoreRequest] = []
         self.ended: set[str] = set()

@@ -120,8 +120,9 @@ def formats(template: str | None, *special: str, said: AnswerFormats = AnswerFor
     backend = Tokenizer(WordLevel({"?": 0}, unk_token="?"))
     backend.add_special_tokens([AddedToken(text, special=True) for text in special])
     tokenizer: Any = SimpleNamespace(backend=backend)
+    content = backend.to_str().encode()
     return said.of(
-        TokenizerParts(tokenizer_json=backend.to_str(), chat_template=template, special_tokens={}, **parts), tokenizer
+        TokenizerParts(tokenizer_json=content, chat_template=template, special_tokens={}, **parts), tokenizer
     )
 
 

@@ -135,7 +135,9 @@ def test_the_options_of_a_chat_reach_the_models_template(intake: Intake) -> None
         "{% endfor %}"
         "{{ tools[0].name }}{{ letters }}{% if add_generation_prompt %}z{% endif %}"
     )
-    parts = TokenizerParts(tokenizer_json=FakeTokenizer().backend.to_str(), chat_template=template, special_tokens={})
+    parts = TokenizerParts(
+        tokenizer_json=FakeTokenizer().backend.to_str().encode(), chat_template=template, special_tokens={}
+    )
     tokenizer = ModelTokenizer(parts)
     door = Intake(InputProcessor(MODEL, tokenizer), ["tiny"])
     call = {"function": {"name": "grind", "arguments": '{"x": "c"}'}}
@@ -153,7 +155,9 @@ def test_the_options_of_a_chat_reach_the_models_template(intake: Intake) -> None
 
 def test_tools_that_the_models_template_would_silently_drop_are_refused() -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    parts = TokenizerParts(tokenizer_json=FakeTokenizer().backend.to_str(), chat_template=template, special_tokens={})
+    parts = TokenizerParts(
+        tokenizer_json=FakeTokenizer().backend.to_str().encode(), chat_template=template, special_tokens={}
+    )
     door = Intake(InputProcessor(MODEL, ModelTokenizer(parts)), ["tiny"])
     chat = {"messages": [{"role": "user", "content": "a"}]}
     with pytest.raises(RefusedError, match="does not support tools") as refused:

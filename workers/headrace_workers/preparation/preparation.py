@@ -137,7 +137,7 @@ class Preparation:
         self._slow.attach(hub)
 
     def configure(self, settings: dict[str, Any], plain: PlainRequests | None) -> None:
-        """Set the processes' settings (see `preparation_process.make_preparer`) and the preparer of plain requests."""
+        """Set the processes' settings (see `preparer.make_preparer`) and the preparer of plain requests."""
         self._plain = plain
         self._quick.configure({**settings, "is_quick": True})
         self._slow.configure({**settings, "is_quick": False})

@@ -45,7 +45,7 @@ class PreparerProcess:
     none is refused: they wait until a process starts.
 
     Args:
-        is_quick: import the chat template modules while the engine loads, not when it is ready.
+        is_quick: the process answers `slow` instead of spending a long time on a request.
         on_answer: called with each answer.
         on_verdict: called with each verdict on a grammar.
         cpu_seconds: processor time that one request may take.

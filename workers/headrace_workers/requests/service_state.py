@@ -25,7 +25,7 @@ class ServedModel:
     max_delay_seconds: float
     """Seconds that a message's ETA may lie ahead."""
     preparation_settings: Mapping[str, Any]
-    """The processes' settings, except the engine's; see `preparation.process.make_preparer`."""
+    """The processes' settings, except the engine's; see `preparation.preparer.make_preparer`."""
     engine: str = OWN_ENGINE
     share_prefix_cache: bool = False
     """Let requests reuse cached prefixes of other tenants' prompts."""

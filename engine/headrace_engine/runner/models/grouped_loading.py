@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 from transformers.quantizers import auto
 
-from headrace_engine.checkpoints.gguf_reader import HeaderReader
+from headrace_engine.checkpoints.gguf_reader import header_for_transformers, read_header
 from headrace_engine.errors import ModelLoadError
 from headrace_engine.runner.linear import grouped_linear
 from headrace_engine.runner.linear.grouped_linear import GroupedLinear, replace_embedding
@@ -40,7 +41,7 @@ def reason_to_dequantise(path: str, dtype: torch.dtype) -> str | None:
         return "this version of transformers cannot leave tensors out"
     from transformers.integrations.gguf.utils import is_gguf_arch_supported  # absent where the quantizer is
 
-    file = HeaderReader(path)
+    file = read_header(path)
     if file.byte_order == "S":
         return "its byte order is not that of this machine"
     architecture = file.fields["general.architecture"].contents()
@@ -81,15 +82,7 @@ def packed_weights(dtype: torch.dtype, *, batch_invariant: bool) -> Iterator[Non
 @contextmanager
 def _without(names: set[str]) -> Iterator[None]:
     """Hide tensors of GGUF files from transformers, which would dequantise them."""
-
-    class Reader(HeaderReader):
-        def __init__(self, path: str) -> None:
-            super().__init__(path)
-            self.tensors: list[Any] = [tensor for tensor in self.tensors if tensor.name not in names]
-            # The configuration is known already: the vocabulary needs no list of 262,144 elements.
-            self.fields.update((name, field._replace(data=field.data[:1])) for name, field in self.fields.items())
-
-    original, gguf.GGUFReader = gguf.GGUFReader, Reader
+    original, gguf.GGUFReader = gguf.GGUFReader, partial(header_for_transformers, omitted=names)
     try:
         yield
     finally:
@@ -104,7 +97,7 @@ class _Packer:
         self._path = Path(path)
         self._dtype = dtype
         self._batch_invariant = batch_invariant
-        self._file = HeaderReader(path)
+        self._file = read_header(path)
         architecture = self._file.fields["general.architecture"].contents()
         self._processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
 

@@ -20,6 +20,7 @@ from chaos.faults import FAULTS
 from chaos.harness import Harness, Round, summary
 from chaos.model import save_chaos_model
 from chaos.site import Site
+from engine.model_families import FAMILIES
 from service.servers import PROGRAM
 
 ROUNDS_A_LINE: Final = 20
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--server", metavar="PROGRAM", default=PROGRAM, help="[default: %(default)s]")
     parser.add_argument("--logs", metavar="FOLDER", help="keep the workers' logs there")
     parser.add_argument("--vllm", metavar="PYTHON", help="workers whose engine is vLLM, by the Python that has it")
+    parser.add_argument("--family", choices=sorted(FAMILIES), help="the architecture of the model [default: llama]")
     options = parser.parse_args()
     console = Console(stderr=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the service's processes are ended on the way out
@@ -42,7 +44,8 @@ def main() -> int:
         logs = Path(options.logs or temporary) / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         # vLLM's attention on a CPU wants heads of 32 numbers at least
-        model = save_chaos_model(Path(temporary) / "tiny", "qwen2" if options.vllm else "llama")
+        family = options.family or ("qwen2" if options.vllm else "llama")
+        model = save_chaos_model(Path(temporary) / "tiny", family)
         engine = vllm_settings(options.vllm) if options.vllm else None
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with (

@@ -75,6 +75,23 @@ MIXED: dict[str, Any] = {
     **SLIDING,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
+DELTA_NET: dict[str, Any] = {
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+MAMBA2: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 16,
+}
+_MIXED_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
 GPT2: dict[str, Any] = {"n_positions": MAX_POSITIONS, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": 96}
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_parameters": {
@@ -261,12 +278,55 @@ FAMILIES: dict[str, Family] = {
     "axk1": Family("axk1", "latent attention", MLA),
     "granitemoe_swa": Family("granitemoe_swa", "attention sinks, mixture of experts", {**MOE, **MIXED}),
     "minimax_m3_vl_text": Family("minimax_m3_vl_text", "mixture of experts; its sparse layers are refused", MOE),
-    "lfm2": Family("lfm2", "attention layers only", {"layer_types": ["full_attention"] * 3}),
+    "lfm2": Family("lfm2", "short convolutions", {"layer_types": ["conv", "full_attention", "conv"]}),
+    "lfm2_moe": Family(
+        "lfm2_moe", "short convolutions, mixture of experts", {**MOE, "layer_types": ["conv", "full_attention", "conv"]}
+    ),
+    "lfm3": Family(
+        "lfm3",
+        "short convolutions, sliding and full layers",
+        {**SLIDING, "layer_types": ["conv", "full_attention", "sliding_attention"]},
+    ),
+    "olmo_hybrid": Family("olmo_hybrid", "gated delta nets", {**DELTA_NET, **_MIXED_DELTA}),
+    "falcon_h1": Family("falcon_h1", "Mamba 2 beside attention in each layer", {**MAMBA2, "mamba_d_ssm": 128}),
+    "nemotron_h": Family(
+        "nemotron_h",
+        "Mamba 2, layers of one part each",
+        {
+            **MOE,
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention", "mlp", "linear_attention"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+            "chunk_size": 16,
+        },
+    ),
+    "granitemoehybrid": Family(
+        "granitemoehybrid",
+        "Mamba 2, mixture of experts",
+        {
+            **MOE,
+            **MAMBA2,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "shared_intermediate_size": 96,
+        },
+    ),
+    "qwen3_next": Family(
+        "qwen3_next", "gated delta nets, gated attention, mixture of experts", {**MOE, **DELTA_NET, **_MIXED_DELTA}
+    ),
+    "qwen3_5_text": Family("qwen3_5_text", "gated delta nets, gated attention", {**DELTA_NET, **_MIXED_DELTA}),
+    "qwen3_5_moe_text": Family(
+        "qwen3_5_moe_text",
+        "gated delta nets, gated attention, mixture of experts",
+        {**MOE, **DELTA_NET, **_MIXED_DELTA},
+    ),
 }
 
 _STATEFUL = (
-    "model '{model}' is a %s, which keeps a recurrent state (Mamba, linear attention, RWKV) that cannot be paged, "
-    "chunked or preempted"
+    "model '{model}' is a %s, which keeps a recurrent state of another kind than convolutions and linear attention "
+    "beside layers of attention"
 )
 _NO_INTERFACE = (
     "model '{model}' is a %s, whose attention cannot be replaced by a paged one (transformers' "
@@ -313,30 +373,21 @@ REFUSED: dict[str, Refused] = {
         reason="MoshiForCausalLM cannot be served: it forgets keys after 20 tokens, but its attention masks show all "
         "of them: its output depends on how a prompt is cut into steps",
     ),
-    "lfm2-conv": Refused(
-        "lfm2",
-        "convolution layers",
-        {"layer_types": ["conv", "full_attention", "conv"]},
-        reason=_MIXES % "Lfm2ForCausalLM",
-    ),
-    "lfm2_moe": Refused(
-        "lfm2_moe",
-        "convolution layers",
-        {**MOE, "layer_types": ["conv", "full_attention", "conv"]},
-        reason=_MIXES % "Lfm2MoeForCausalLM",
-    ),
     "minimax": Refused("minimax", "linear attention", MOE, reason=_MIXES % "MiniMaxForCausalLM"),
+    "jamba": Refused(
+        "jamba",
+        "Mamba layers that forget their state in a prompt's second step",
+        {**MOE, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8, "use_mamba_kernels": False},
+        reason="JambaForCausalLM cannot be served: it has layers of type JambaMambaMixer, whose result depends on how "
+        "a prompt is cut into steps",
+    ),
+    "recurrent_gemma": Refused("recurrent_gemma", "recurrent state", reason=_MIXES % "RecurrentGemmaForCausalLM"),
     **{
         model_type: Refused(model_type, "recurrent state", reason=_STATEFUL % name)
         for model_type, name in (
             ("bamba", "BambaForCausalLM"),
             ("deepseek_v4", "DeepseekV4ForCausalLM"),
-            ("falcon_h1", "FalconH1ForCausalLM"),
-            ("granitemoehybrid", "GraniteMoeHybridForCausalLM"),
-            ("jamba", "JambaForCausalLM"),
             ("mamba2", "Mamba2ForCausalLM"),
-            ("qwen3_next", "Qwen3NextForCausalLM"),
-            ("recurrent_gemma", "RecurrentGemmaForCausalLM"),
             ("rwkv", "RwkvForCausalLM"),
         )
     },

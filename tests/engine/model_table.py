@@ -5,6 +5,7 @@ from __future__ import annotations
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.model_families import FAMILIES, REFUSED, Family
+from headrace_engine.runner.models.loading import is_hybrid
 
 _INTRODUCTION = """\
 # Models
@@ -14,6 +15,12 @@ Written by `tests/engine/test_model_families.py`; do not edit.
 The engine runs transformers' own modelling code, so a decoder needs no code of ours. At load the engine runs the model
 twice on a few tokens to learn its structure (heads, head sizes, windows, shared keys, merged experts). A model that it
 could not compute exactly as transformers does is refused, with the reason, before the first request.
+
+Some models have layers with a recurrent state beside layers with attention: convolutions, linear attention, Mamba 2.
+Each running request has a slot for these states. Prefix-cache hits and preempted requests start from snapshots of the
+states at block borders, so a hit may be shorter than with attention alone. Such models are served on a CPU. They
+exclude `speculative_config`, `batch_invariant`, and LoRA adapters for the recurrent layers. For a GPU set `engine` to
+vllm.
 
 Weights are safetensors, or one GGUF file of an architecture that transformers can read (name the file instead of the
 folder; [Quantised models](quantization.md)). Checkpoints quantised otherwise (AWQ, GPTQ, bitsandbytes, fp8, mxfp4, ...)
@@ -44,7 +51,8 @@ _BY_CLASS = """
 These are refused by their class, with the same errors (recurrent state, encoder-decoder, or no attention interface):
 {ruled_out}.
 
-These have the attention interface. They are loaded unless the check at load refuses them, but no test runs them:
+These have the attention interface or recurrent layers of a known kind. They are loaded unless the check at load refuses
+them, but no test runs them:
 {untested}.
 """
 
@@ -60,7 +68,8 @@ def render() -> str:
     for config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
         if config_class.model_type not in known:
             kind = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-            others[kind._supports_attention_backend and not kind._is_stateful].append(f"`{config_class.model_type}`")
+            may_load = is_hybrid(config_class()) if kind._is_stateful else kind._supports_attention_backend
+            others[may_load].append(f"`{config_class.model_type}`")
     lists = _BY_CLASS.format(
         ruled_out=", ".join(sorted(set(others[False]))), untested=", ".join(sorted(set(others[True])))
     )

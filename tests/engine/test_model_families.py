@@ -26,7 +26,9 @@ from headrace_engine.options.engine_args import EngineArgs
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "models.md"
 MAX_MODEL_LEN = 96
-rotated = pytest.mark.rotated("engine/headrace_engine/runner/models", "tests/engine/model_families.py")
+rotated = pytest.mark.rotated(
+    "engine/headrace_engine/runner/models", "engine/headrace_engine/runner/recurrent", "tests/engine/model_families.py"
+)
 
 
 @cache

@@ -17,13 +17,21 @@ from headrace_engine.core.kv_cache_manager import KVCacheManager, num_kv_blocks
 from headrace_engine.core.lora_manager import LoRAManager
 from headrace_engine.core.outputs import STEP_STATS, EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.core.scheduler import Scheduler
+from headrace_engine.core.state_slots import num_state_slots
 from headrace_engine.core.step_execution import AheadExecutor, ComputedStep, SequentialExecutor, StepExecutor
 from headrace_engine.core.tokenizer_source import TokenizerSource
 from headrace_engine.errors import ConfigError, LoRAError
 from headrace_engine.options.capabilities import EngineCapabilities
 from headrace_engine.options.config import FITTING_LENGTH, EngineConfig
 from headrace_engine.requests.request import EngineCoreRequest
-from headrace_engine.runner.contracts import DRAWS, LaunchingRunner, ModelInfo, ModelRunner, RunnerCapabilities
+from headrace_engine.runner.contracts import (
+    DRAWS,
+    KVSpec,
+    LaunchingRunner,
+    ModelInfo,
+    ModelRunner,
+    RunnerCapabilities,
+)
 
 
 class EngineCore:
@@ -38,16 +46,23 @@ class EngineCore:
     def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
         self.runner = runner
         self.model_info = runner.load_model()
-        _check_features(config, runner.capabilities(), self.model_info.device)
         spec = runner.kv_spec()
-        num_blocks = num_kv_blocks(config, spec, self.model_info.max_model_len)
+        _check_features(config, runner.capabilities(), self.model_info.device)
+        _check_states(config, spec, self.model_info.architecture)
+        num_states = num_state_slots(config, spec)
+        num_blocks = num_kv_blocks(config, spec, self.model_info.max_model_len, num_states)
         if config.model.max_model_len == FITTING_LENGTH:
             self.model_info = _shortened(self.model_info, (num_blocks - 1) * spec.block_size)
-        runner.init_kv_cache(num_blocks)
+        runner.init_kv_cache(num_blocks, num_states)
         runner.warm_up()
         self.scheduler = Scheduler(
             config.scheduler,
-            KVCacheManager(num_blocks, spec.block_size, enable_prefix_caching=config.cache.enable_prefix_caching),
+            KVCacheManager(
+                num_blocks,
+                spec.block_size,
+                enable_prefix_caching=config.cache.enable_prefix_caching,
+                num_states=num_states,
+            ),
             runner.capabilities(),
             self.model_info.max_model_len,
             config.speculative,
@@ -124,7 +139,7 @@ class EngineCore:
         result: Future[Any] = Future()
         if method == "reset_prefix_cache":
             with self._step_lock:
-                result.set_result(self.scheduler.kv.pool.forget_all())
+                result.set_result(self.scheduler.kv.forget_prefixes())
         else:
             result.set_exception(LoRAError(NO_LORA))
         return result
@@ -168,6 +183,21 @@ def _check_features(config: EngineConfig, capabilities: RunnerCapabilities, devi
         raise ConfigError(f"async_scheduling is set, but the runner on {device} does not launch steps ahead")
     if config.lora is not None and not (capabilities.lora and capabilities.mixed_batches):
         raise ConfigError(f"enable_lora is set, but the runner on {device} serves no LoRA adapters")
+
+
+def _check_states(config: EngineConfig, spec: KVSpec, architecture: str) -> None:
+    """Raise ConfigError if an option takes back computed tokens of a model with recurrent layers."""
+    if not spec.bytes_per_state:
+        return
+    for name, value in (
+        ("speculative_config", config.speculative),
+        ("async_scheduling", config.scheduler.async_scheduling),
+    ):
+        if value:
+            raise ConfigError(
+                f"{name} is set, but {architecture} has recurrent layers, whose states cannot be taken back when a "
+                f"token turns out wrong: leave {name} out"
+            )
 
 
 def _shortened(model_info: ModelInfo, max_tokens: int) -> ModelInfo:

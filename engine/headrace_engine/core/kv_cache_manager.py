@@ -5,7 +5,8 @@
                       ^ prefix-cache hits, full blocks only
 
 Requests share only blocks that are full after the present step. A request writes only to the blocks that it has
-allocated, never to its prefix-cache hits. Imports no torch.
+allocated, never to its prefix-cache hits. If the model has recurrent layers, a request also gets a slot for their
+states, and its hits end at a block with a snapshot (`state_slots.py`). Imports no torch.
 """
 
 import logging
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
 from headrace_engine.core.block_pool import Block, BlockPool
+from headrace_engine.core.state_slots import StateSlots
 from headrace_engine.errors import ConfigError
 from headrace_engine.options.config import FITTING_LENGTH, EngineConfig
 from headrace_engine.requests.request import Request
@@ -20,8 +22,12 @@ from headrace_engine.runner.contracts import KVSpec
 
 
 class KVCacheManager:
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, num_states: int = 0
+    ) -> None:
         self.block_size = block_size
+        self.states = StateSlots(num_states, keeps_snapshots=enable_prefix_caching) if num_states else None
+        """None: the model has no recurrent layers."""
         self.pool = BlockPool(num_blocks)
         self.enable_prefix_caching = enable_prefix_caching
         self._tables: dict[str, list[Block]] = {}
@@ -32,11 +38,18 @@ class KVCacheManager:
         return -(-num_tokens // self.block_size)
 
     def computed_blocks(self, request: Request) -> list[Block]:
-        """Return the longest run of leading full blocks whose content is in the pool.
+        """Return the longest run of leading full blocks whose content is in the pool, and whose end has a snapshot.
 
         At most `num_tokens - 1` tokens are hits, as the last one must be computed for its logits. A request for prompt
         log-probabilities has no hits, as it needs the logits of every token.
         """
+        hits = self._cached_blocks(request)
+        if self.states is not None:
+            while hits and (hits[-1].block_hash is None or not self.states.has_snapshot(hits[-1].block_hash)):
+                hits.pop()
+        return hits
+
+    def _cached_blocks(self, request: Request) -> list[Block]:
         if not self.enable_prefix_caching or request.prompt_logprobs is not None:
             return []
         most = (request.num_tokens - 1) // self.block_size
@@ -47,6 +60,12 @@ class KVCacheManager:
                 break
             hits.append(block)
         return hits
+
+    def admit_state(self, request: Request, hits: list[Block]) -> tuple[int | None, int | None]:
+        """Allocate the slot for recurrent states. Return it and the slot to copy from, None if there is none."""
+        if self.states is None:
+            return None, None
+        return self.states.admit(request, hits, len(self._cached_blocks(request)))
 
     def num_needed(self, hits: list[Block], num_tokens: int) -> int:
         """Return how many free blocks a table of `num_tokens` tokens takes if its first blocks are the hits."""
@@ -109,10 +128,19 @@ class KVCacheManager:
         self._num_remembered[request.request_id] = full
 
     def free(self, request: Request) -> None:
-        """Free all blocks of a request, if it has any."""
+        """Free all blocks of a request, if it has any, and the slot of its states."""
         self.pool.release(self._tables.pop(request.request_id, []))
         request.num_slots = 0
         self._num_remembered.pop(request.request_id, None)
+        if self.states is not None:
+            self.states.release(request)
+
+    def forget_prefixes(self) -> bool:
+        """Empty the prefix cache. Return False, and forget nothing, if a block is in use."""
+        is_done = self.pool.forget_all()
+        if is_done and self.states is not None:
+            self.states.forget_snapshots()
+        return is_done
 
     def block_ids(self, request: Request) -> list[int]:
         return [block.block_id for block in self._tables[request.request_id]]
@@ -128,38 +156,49 @@ class KVCacheManager:
                 counts[block.block_id] += 1
         assert counts == [block.ref_count for block in self.pool.blocks]
         self.pool.check_integrity()
+        if self.states is not None:
+            self.states.check_integrity(requests)
 
 
 logger = logging.getLogger(__name__)
 
 
-def num_kv_blocks(config: EngineConfig, spec: KVSpec, max_model_len: int) -> int:
+def num_kv_blocks(config: EngineConfig, spec: KVSpec, max_model_len: int, num_states: int = 0) -> int:
     """Return the number of KV blocks, null block included: as many as the options and the free memory allow.
+
+    The slots for `num_states` recurrent states are part of the KV memory.
 
     Raises:
         ConfigError: a request of `max_model_len` tokens does not fit, or the blocks exceed the free memory.
     """
+    state_bytes = num_states * spec.bytes_per_state
     needed = -(-max_model_len // spec.block_size) + 1  # one request of full length, and the null block
     if config.cache.num_blocks is not None:
         available, source = config.cache.num_blocks, "num_blocks"
     else:
         memory = config.cache.kv_cache_memory
-        available = (memory if memory is not None else spec.default_memory) // spec.bytes_per_block
+        memory_for_blocks = (memory if memory is not None else spec.default_memory) - state_bytes
+        available = memory_for_blocks // spec.bytes_per_block
         source = "the default of free memory" if memory is None else f"kv_cache_memory={memory}"
     if config.model.max_model_len == FITTING_LENGTH:
         needed = min(needed, max(available, 2))
     if available < needed:
         raise ConfigError(
             f"one request of max_model_len={max_model_len} tokens needs {needed} KV blocks "
-            f"({needed * spec.bytes_per_block / 2**20:.0f} MiB) but {source} gives {available}: "
+            f"({needed * spec.bytes_per_block / 2**20:.0f} MiB) but {source} gives {available}{_beside(state_bytes)}: "
             "give more KV memory or lower max_model_len"
         )
     enough = (needed - 1) * config.scheduler.max_num_seqs + 1
     wanted = min(available, enough) if config.cache.num_blocks is None else available
-    if spec.available_memory is not None and wanted * spec.bytes_per_block > spec.available_memory:
+    wanted_bytes = wanted * spec.bytes_per_block + state_bytes
+    if spec.available_memory is not None and wanted_bytes > spec.available_memory:
         raise ConfigError(
-            f"{source} asks for {wanted * spec.bytes_per_block / 2**20:.0f} MiB of KV memory, "
+            f"{source} asks for {wanted_bytes / 2**20:.0f} MiB of KV memory, "
             f"but only {spec.available_memory / 2**20:.0f} MiB are free"
         )
-    logger.info("KV cache: %d blocks of %d tokens", wanted, spec.block_size)
+    logger.info("KV cache: %d blocks of %d tokens%s", wanted, spec.block_size, _beside(state_bytes))
     return wanted
+
+
+def _beside(state_bytes: int) -> str:
+    return f" beside {state_bytes / 2**20:.0f} MiB of recurrent states" if state_bytes else ""

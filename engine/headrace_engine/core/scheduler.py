@@ -16,6 +16,7 @@ from headrace_engine.core.kv_cache_manager import KVCacheManager
 from headrace_engine.core.outputs import EngineCoreOutput, StepStats
 from headrace_engine.core.request_queue import QueueLimits, create_request_queue
 from headrace_engine.core.speculation import Speculator
+from headrace_engine.core.state_slots import StateSlots
 from headrace_engine.core.step_plan import StepPlan, ends_with_pending, is_prefill, new_request
 from headrace_engine.core.stop_check import check_stop
 from headrace_engine.errors import ContextLengthError, DuplicateRequestError
@@ -47,6 +48,8 @@ class Scheduler:
         self._policy = config.policy
         self._capabilities = capabilities
         self._max_num_seqs = min(config.max_num_seqs, capabilities.max_batch or config.max_num_seqs)
+        if kv.states is not None:
+            self._max_num_seqs = min(self._max_num_seqs, kv.states.num_slots)
         self._token_budget = config.max_num_batched_tokens
         self._max_chunk = max(capabilities.chunk_sizes) if capabilities.chunk_sizes else self._token_budget
         self._max_loras = max_loras
@@ -125,10 +128,19 @@ class Scheduler:
         self._has_just_prefilled = plan.num_prefills > 0
         # The runner must also forget the requests preempted in this step: others may have their blocks already.
         plan.batch.removed_request_ids, self._removed = self._removed, []
+        if self.kv.states is not None:
+            self._plan_snapshots(self.kv.states, plan.batch)
         if self.grammars:
             plan.batch.grammar_bitmask = self.grammars.bitmask(self._sampled(plan.batch))
         self._describe(plan.batch)
         return plan.batch
+
+    def _plan_snapshots(self, states: StateSlots, batch: StepBatch) -> None:
+        """Plan the snapshots of recurrent states when the batch is final: what is admitted needs slots first."""
+        for request_id, count in batch.num_scheduled_tokens.items():
+            snapshots = states.plan_snapshots(self.requests[request_id], count)
+            if snapshots:
+                batch.state_snapshots[request_id] = snapshots
 
     def _decode_is_due(self) -> bool:
         """Whether this step decodes, for runners that cannot mix prefill and decode.
@@ -284,13 +296,14 @@ class Scheduler:
                     plan.withdraw(victim)
                     self._preempt(victim)
             self.waiting.pop()
-            block_ids = self.kv.admit(request, hits, num_new)
+            block_ids, state = self.kv.admit(request, hits, num_new), self.kv.admit_state(request, hits)
             if request.lora is not None:
                 loras.add(request.lora.version)
                 if passed:
                     passed[0].num_passed += 1
             self._start(request, num_hit)
-            plan.batch.new_requests.append(new_request(request, block_ids))  # before `grant` counts more as computed
+            # before `grant` counts more as computed
+            plan.batch.new_requests.append(new_request(request, block_ids, state))
             plan.grant(request, num_new, prefill=True)
             # The rest of this step cannot preempt this request: a request admitted later preempts only requests that
             # are less urgent than itself. So the step fills these blocks, and later requests may share them already.
@@ -368,6 +381,8 @@ class Scheduler:
         """
         outputs: list[EngineCoreOutput] = []
         finished: set[str] = set()
+        if self.kv.states is not None:
+            self.kv.states.keep_planned()
         if launched is None:
             launched = [self.requests[request_id] for request_id in batch.num_scheduled_tokens]
         for request in launched:

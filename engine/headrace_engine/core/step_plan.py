@@ -45,7 +45,9 @@ def ends_with_pending(request: Request, max_model_len: int) -> bool:
     return max_tokens is not None and request.num_output_tokens + pending >= max_tokens
 
 
-def new_request(request: Request, block_ids: list[int]) -> NewRequest:
+def new_request(
+    request: Request, block_ids: list[int], state: tuple[int | None, int | None] = (None, None)
+) -> NewRequest:
     """Describe a request to a runner that does not know it, or has forgotten it."""
     return NewRequest(
         request_id=request.request_id,
@@ -59,4 +61,6 @@ def new_request(request: Request, block_ids: list[int]) -> NewRequest:
         bad_words_token_ids=request.bad_words_token_ids,
         num_prompt_logprobs=None if request.prompt_logprobs is None else len(request.prompt_logprobs),
         lora_version=request.lora.version if request.lora is not None else None,
+        state_slot=state[0],
+        state_source=state[1],
     )

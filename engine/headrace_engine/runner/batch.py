@@ -15,7 +15,8 @@ import torch
 from headrace_engine.errors import NOTHING_MAY_FOLLOW
 from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.attention.backend import AttentionMetadata
-from headrace_engine.runner.contracts import GrammarBitmask, NewRequest, StepBatch, TokenLogprobs
+from headrace_engine.runner.contracts import GrammarBitmask, NewRequest, StateSnapshot, StepBatch, TokenLogprobs
+from headrace_engine.runner.recurrent.groups import SequencePart, StateGroup, group, split_at
 from headrace_engine.runner.sampling.request_processors import ProcessorSet, RequestProcessors
 from headrace_engine.runner.sampling.rng import uniform
 from headrace_engine.runner.sampling.sampler import (
@@ -46,6 +47,8 @@ class RunningRequest:
     rules: TokenRules | None
     processors: RequestProcessors | None
     lora_version: int | None
+    state_slot: int | None
+    """The slot of its recurrent states. None: the model has no recurrent layers."""
     expected: "ExpectedToken | None" = None
     """The last token, if a step in flight draws it. `token_ids` holds 0 for it."""
 
@@ -85,6 +88,8 @@ class StepInputs:
     """[sequences + 1] int32: the first entry of each sequence in `logits_indices`, like `query_start` for tokens.
 
     None if all tokens have logits, or if others than the last tokens of each sequence do."""
+    state_groups: list[StateGroup] = field(default_factory=list)
+    """What recurrent layers compute at once. Empty if the model has no such layers."""
 
     def by_request(self, rows: dict[int, T], accepted: dict[str, list[int]]) -> dict[str, list[T]]:
         """Group the entries of logits rows by request, for accepted tokens only.
@@ -182,6 +187,7 @@ class RequestBatch:
             rules=create_token_rules(arrival.sampling_params, arrival.bad_words_token_ids),
             processors=self._processors.for_request(arrival.sampling_params),
             lora_version=arrival.lora_version,
+            state_slot=arrival.state_slot,
         )
         self._append_blocks(request, arrival.block_ids)
         self.requests[arrival.request_id] = request
@@ -197,6 +203,7 @@ class RequestBatch:
         prompt_targets: dict[str, list[int]] = {}
         target_indices: list[int] = []
         expected: dict[int, ExpectedToken] = {}
+        state_parts: list[list[SequencePart]] = []
         num_tokens = 0
         for request_id, count in batch.num_scheduled_tokens.items():
             request = self.requests[request_id]
@@ -206,6 +213,9 @@ class RequestBatch:
                 prompt_targets[request_id] = request.token_ids[wanted.start : wanted.stop]
                 request.num_prompt_logprobs += len(wanted)
                 target_indices += [num_tokens + position - 1 - start for position in wanted]
+            if request.state_slot is not None:
+                snapshots = batch.state_snapshots.get(request_id, ())
+                state_parts.append(_state_parts(request.state_slot, num_tokens, start, count, snapshots))
             num_tokens += count
             drafts = batch.draft_token_ids.get(request_id, ())
             request.num_computed_tokens = end = start + count - len(drafts)
@@ -218,6 +228,7 @@ class RequestBatch:
             spans.append(TokenSpan(request, start, [*token_ids, *drafts], 1 + len(drafts) if sampled else 0))
         inputs = self.pack(spans, sampled_ids, batch.draft_token_ids)
         inputs.expected = expected
+        inputs.state_groups = group(state_parts)
         if target_indices:
             inputs.prompt_targets, inputs.logits_start = prompt_targets, None
             inputs.logits_indices = torch.cat([inputs.logits_indices, torch.tensor(target_indices)])
@@ -355,6 +366,14 @@ def sampling_rows(prefixes: Sequence[tuple[RunningRequest, Sequence[int]]]) -> l
             )
         )
     return rows
+
+
+def _state_parts(
+    slot: int, first_row: int, start: int, count: int, snapshots: Sequence[StateSnapshot]
+) -> list[SequencePart]:
+    """Divide `count` tokens from position `start` on where the states are copied."""
+    whole = SequencePart(first_row=first_row, num_tokens=count, is_first=start == 0, slot=slot)
+    return split_at(whole, [(snapshot.num_tokens - start, snapshot.slot) for snapshot in snapshots])
 
 
 def _why_no_token(request: RunningRequest) -> str:

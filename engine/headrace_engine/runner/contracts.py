@@ -43,6 +43,20 @@ class NewRequest:
     """How many prompt log-probabilities the core has already. None: it wants none."""
     lora_version: int | None = None
     """The adapter of the request, as given to `load_lora`."""
+    state_slot: int | None = None
+    """Where its recurrent layers keep their states. None: the model has no such layers."""
+    state_source: int | None = None
+    """The slot from which the states are copied to `state_slot` first. None: there are no tokens before this step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSnapshot:
+    """A copy of the states of a request's recurrent layers."""
+
+    num_tokens: int
+    """After how many tokens of the request. At a block border, within the tokens of the step."""
+    slot: int
+    """Where the copy goes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +83,10 @@ class StepBatch:
     of these positions until one differs from the draft, or the drafts end. That token is the last one of the step. K/V
     of rejected drafts do not count as computed, and are written again.
 
+    The states of recurrent layers are copied from `NewRequest.state_source` in the order of `new_requests`, before
+    anything else. Snapshots are written while the tokens are computed, so no request of the same step may start from
+    them.
+
     Within a layer, K/V of all scheduled tokens are written before any token attends. So a request may read blocks that
     another request fills in the same step.
     """
@@ -80,6 +98,8 @@ class StepBatch:
     """Blocks to append to the block tables of known requests."""
     draft_token_ids: dict[str, list[int]] = field(default_factory=dict)
     """Drafts of known requests. They are included in `num_scheduled_tokens`."""
+    state_snapshots: dict[str, list[StateSnapshot]] = field(default_factory=dict)
+    """Request id -> the snapshots to take of its recurrent states, in the order of its tokens."""
     removed_request_ids: list[str] = field(default_factory=list)
     """Requests to forget first: they were finished, aborted or preempted since the last step."""
     grammar_bitmask: "Future[GrammarBitmask] | None" = None
@@ -152,6 +172,8 @@ class KVSpec:
     """Bytes that the runner suggests if the operator sets no limit."""
     available_memory: int | None
     """Bytes that are free after the weights were loaded. None: unknown."""
+    bytes_per_state: int = 0
+    """The states of all recurrent layers of one request. 0: the model has no such layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +265,8 @@ class ModelRunner(AdapterLoader, Protocol):
 
     def kv_spec(self) -> KVSpec: ...
 
-    def init_kv_cache(self, num_blocks: int) -> None: ...
+    def init_kv_cache(self, num_blocks: int, num_states: int) -> None:
+        """Allocate blocks for keys and values, and slots for the states of recurrent layers."""
 
     def warm_up(self) -> None: ...
 

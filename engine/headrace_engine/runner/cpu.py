@@ -64,14 +64,15 @@ class CPURunner:
     def kv_spec(self) -> KVSpec:
         free = available_memory()
         return KVSpec(
+            bytes_per_state=self._model.bytes_per_state,
             block_size=self._model.spec.block_size,
             bytes_per_block=self._model.bytes_per_block + (self._draft.bytes_per_block if self._draft else 0),
             default_memory=min(int(free * _DEFAULT_KV_SHARE), _DEFAULT_KV_LIMIT),
             available_memory=free,
         )
 
-    def init_kv_cache(self, num_blocks: int) -> None:
-        self._model.allocate(num_blocks)
+    def init_kv_cache(self, num_blocks: int, num_states: int) -> None:
+        self._model.allocate(num_blocks, num_states)
         if self._draft is not None:
             self._draft.allocate(num_blocks)
         blocks_per_seq = -(-self._model.info.max_model_len // self._model.spec.block_size)
@@ -93,6 +94,7 @@ class CPURunner:
     def execute_model(self, batch: StepBatch) -> StepOutput:
         started = time.perf_counter()
         self._batch.update(batch)
+        self._model.restore_states(batch.new_requests)
         if not batch.num_scheduled_tokens:
             return StepOutput(sampled_token_ids={})
         inputs = self._batch.prepare(batch)

@@ -2,6 +2,8 @@
 
 Every KV slot remembers which prefix was written into it, and every scheduled request reads all its earlier slots back.
 So a block that two requests write, that is read before it is written, or that changes hands too early fails the step.
+Every slot for recurrent states remembers the prefix after which it was written, so a step that starts from another
+state fails too.
 The next token is a hash of the seed and the whole token list: what a request must produce can be told without an
 engine (`tokens_alone`), and no batch-mate, chunk, cache hit or preemption may change it.
 """
@@ -151,6 +153,9 @@ class FakeRunner:
     batches: list[StepBatch] = field(default_factory=list)
     slots: list[bytes | None] = field(default_factory=list)
     num_blocks: int = 0
+    bytes_per_state: int = 0
+    states: list[bytes | None] = field(default_factory=list)
+    """By slot: the digest of the prefix after which it holds the recurrent state."""
     adapters: dict[int, str] = field(default_factory=dict)
     """Names by version."""
     max_adapters: int = 1 << 30
@@ -188,9 +193,11 @@ class FakeRunner:
             bytes_per_block=BYTES_PER_BLOCK,
             default_memory=64 * BYTES_PER_BLOCK,
             available_memory=1000 * BYTES_PER_BLOCK,
+            bytes_per_state=self.bytes_per_state,
         )
 
-    def init_kv_cache(self, num_blocks: int) -> None:
+    def init_kv_cache(self, num_blocks: int, num_states: int) -> None:
+        self.states = [None] * num_states
         self.num_blocks = num_blocks
         self.slots = [None] * (num_blocks * self.block_size)
 
@@ -227,6 +234,7 @@ class FakeRunner:
         new = self._update(batch)
         self._check_limits(batch, new)
         self._write(batch, new)
+        self._advance_states(batch)
         sampled: dict[str, list[int]] = {}
         prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         masks = batch.grammar_bitmask.result().masks if batch.grammar_bitmask is not None else {}
@@ -284,6 +292,10 @@ class FakeRunner:
                 list(arrival.block_ids),
                 arrival.num_computed_tokens,
             )
+            assert (arrival.state_slot is not None) == bool(self.states), "a slot exactly if there are states"
+            if arrival.state_source is not None:
+                assert arrival.state_slot is not None
+                self.states[arrival.state_slot] = self.states[arrival.state_source]
         for request_id, block_ids in batch.new_block_ids.items():
             assert request_id in batch.num_scheduled_tokens, f"{request_id} gets blocks but computes nothing"
             self.known[request_id].table += block_ids
@@ -335,6 +347,28 @@ class FakeRunner:
                 computed = request.table[: -(-request.num_computed // self.block_size)]
                 overwritten = [block for block in computed if writer.get(block, request_id) != request_id]
                 assert not overwritten, f"blocks {overwritten} of {request_id} were written by another request"
+
+    def _advance_states(self, batch: StepBatch) -> None:
+        """Compute on from each request's own state. Snapshots go where no running request has its state."""
+        if not self.states:
+            return
+        owned = [request.arrival.state_slot for request in self.known.values()]
+        assert len(set(owned)) == len(owned), "two requests have one slot"
+        for request_id, count in batch.num_scheduled_tokens.items():
+            request = self.known[request_id]
+            slot, start = request.arrival.state_slot, request.num_computed
+            assert slot is not None
+            if start:
+                assert self.states[slot] == request.chain[start - 1], f"{request_id} continues from another state"
+            last = start
+            for snapshot in batch.state_snapshots.get(request_id, []):
+                assert last < snapshot.num_tokens <= start + count and snapshot.num_tokens % self.block_size == 0
+                assert snapshot.slot not in owned, "a snapshot overwrites the state of a request"
+                self.states[snapshot.slot] = request.chain[snapshot.num_tokens - 1]
+                last = snapshot.num_tokens
+            self.states[slot] = request.chain[start + count - 1]
+        slots = [snapshot.slot for snapshots in batch.state_snapshots.values() for snapshot in snapshots]
+        assert len(set(slots)) == len(slots), "two snapshots have one slot"
 
     def _read(self, request: Known) -> None:
         for position in range(request.num_computed):

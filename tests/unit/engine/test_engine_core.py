@@ -16,7 +16,7 @@ from headrace_engine.options.speculative_config import SpeculativeConfig
 from headrace_engine.requests.lora_request import LoRARequest
 from headrace_engine.requests.request import EngineCoreRequest, FinishReason
 from headrace_engine.runner.contracts import RunnerCapabilities
-from unit.engine.fake_runner import MAX_MODEL_LEN, FakeRunner, fake_config, tokens_alone
+from unit.engine.fake_runner import BYTES_PER_BLOCK, MAX_MODEL_LEN, FakeRunner, fake_config, tokens_alone
 from unit.engine.requests import Results, core_request, load_at_once
 
 # Without the phase that explains a failure: on traces this long it takes minutes.
@@ -40,6 +40,8 @@ SPECULATIVE = st.one_of(
         prompt_lookup_max=st.just(2),
     ),
 )
+# Without num_blocks the fake's KV memory has slots for more states than anything needs, for three, and for one.
+STATES = (1, 10 * BYTES_PER_BLOCK, 32 * BYTES_PER_BLOCK)
 # Few letters and few lengths, so that prefixes collide and blocks are shared, filled and evicted all the time.
 PROMPTS = st.builds(
     lambda prefix, tail: [*([1, 2, 3, 4] * 4)[:prefix], *tail],
@@ -51,10 +53,11 @@ PROMPTS = st.builds(
 @st.composite
 def cores(draw: st.DrawFn) -> tuple[EngineCore, FakeRunner]:
     caps = draw(CAPABILITIES)
-    speculative = draw(SPECULATIVE)
+    bytes_per_state = draw(st.sampled_from([0, 0, *STATES]))
+    speculative = None if bytes_per_state else draw(SPECULATIVE)
     least = MAX_MODEL_LEN // 4 + 1
     config = fake_config(
-        num_blocks=draw(st.sampled_from([least, least + 3, least + 12, 100])),
+        num_blocks=draw(st.sampled_from([least, least + 3, least + 12, 100, None])),
         max_num_seqs=draw(st.integers(1, 6)),
         max_num_batched_tokens=draw(st.sampled_from([1, 3, 7, 16, 64])),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
@@ -62,11 +65,12 @@ def cores(draw: st.DrawFn) -> tuple[EngineCore, FakeRunner]:
         watermark=draw(st.sampled_from([0.0, 0.3])),
         long_prefill_token_threshold=draw(st.sampled_from([0, 2, 5])),
         speculative=speculative,
-        async_scheduling=speculative is None and draw(st.booleans()),
+        async_scheduling=speculative is None and not bytes_per_state and draw(st.booleans()),
     )
     drafting = config.speculative is not None and config.speculative.method == "draft_model"
     runner = FakeRunner(
         caps=caps,
+        bytes_per_state=bytes_per_state,
         max_tokens_per_step=config.scheduler.max_num_batched_tokens,
         max_requests=config.scheduler.max_num_seqs,
         num_drafts=config.speculative.num_speculative_tokens if config.speculative and drafting else 0,

@@ -106,7 +106,7 @@ class CUDARunner:
             available_memory=free,
         )
 
-    def init_kv_cache(self, num_blocks: int) -> None:
+    def init_kv_cache(self, num_blocks: int, num_states: int) -> None:  # noqa: ARG002  # refused at load
         self._model.allocate(num_blocks)
         scheduler = self._config.scheduler
         self._batch = RequestBatch(

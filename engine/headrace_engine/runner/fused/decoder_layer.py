@@ -196,6 +196,8 @@ def unsupported_reason(layer: nn.Module) -> str | None:
     sizes = [layer.out_features for layer in _projections(attention)]
     if sizes[1:2] != sizes[2:] or any(size % head_dim for size in sizes):
         return "its keys and values are of different sizes"
+    if len(sizes) == 3 and attention.o_proj.in_features != sizes[0]:
+        return "its output has another size than its queries, for example because they contain a gate"
     known = {*names, "q_norm", "k_norm"}
     if any(name not in known and list(child.parameters()) for name, child in attention.named_children()):
         return "its attention has other parts than projections and head norms"

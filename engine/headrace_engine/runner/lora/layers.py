@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from headrace_engine.requests.lora_request import LoRARequest
 from headrace_engine.runner.batch import StepInputs
 from headrace_engine.runner.lora.adapter import Adapter, Target, read_adapter
+from headrace_engine.runner.recurrent.recurrent_layers import RecurrentLayer
 
 _Rows = slice | torch.Tensor
 _Groups = list[tuple[_Rows, Adapter]]
@@ -31,8 +32,13 @@ class LoRALayers:
         self._max_rank = max_rank
         self._dtype = dtype
         self._modules = dict(model.named_modules())
+        # Recurrent layers compute the rows of a step in another order than the hooks expect.
+        layers = [module for module in model.modules() if isinstance(module, RecurrentLayer)]
+        recurrent = {module for layer in layers for module in layer.modules()}
         self._targets = {
-            name: target for name, module in self._modules.items() if (target := _target(name, module)) is not None
+            name: target
+            for name, module in self._modules.items()
+            if module not in recurrent and (target := _target(name, module)) is not None
         }
         self._head = head
         self._adapters: dict[int, Adapter] = {}

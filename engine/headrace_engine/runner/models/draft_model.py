@@ -49,6 +49,11 @@ class DraftModel:
             self._model = PagedModel(model_config, config.cache)
         except ConfigError as error:
             raise ConfigError(f"speculative_config.model {speculative.model!r}: {error}") from error
+        if self._model.bytes_per_state:
+            raise ConfigError(
+                f"speculative_config.model {speculative.model!r} has recurrent layers, whose states cannot be taken "
+                "back when a draft is rejected: choose a model with attention only"
+            )
         if self._model.info.vocab_size != served.vocab_size:
             raise ConfigError(
                 f"speculative_config.model {speculative.model!r} has {self._model.info.vocab_size} tokens in its "

@@ -30,6 +30,8 @@ from headrace_engine.runner.models.load_errors import permanent_errors
 logger = logging.getLogger(__name__)
 
 _names = itertools.count(1)
+_RECURRENT_LAYERS = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
+"""Names in `layer_types` of layers that keep their state in transformers' `LinearAttentionLayer`."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -71,7 +73,7 @@ def load_weights(
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would initialise them at random
         raise ModelLoadError(f"model {config.model!r} lacks {len(missing)} weights, the first is {missing[0]!r}")
-    _check_class(config, type(model))  # code from the folder of the model is loaded only now
+    _check_class(config, type(model), hf_config)  # code from the folder of the model is loaded only now
     return model.eval()
 
 
@@ -121,7 +123,7 @@ def check_architecture(config: ModelConfig, hf_config: Any) -> None:
         )
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     if kind is not None:
-        _check_class(config, kind)
+        _check_class(config, kind, hf_config)
     elif not config.trust_remote_code:
         raise ModelLoadError(
             f"model {config.model!r} is of type {hf_config.model_type!r}, which is not a decoder that transformers "
@@ -141,17 +143,25 @@ def _quantisation(hf_config: Any) -> str | None:
     return None
 
 
-def _check_class(config: ModelConfig, kind: type[PreTrainedModel]) -> None:
+def _check_class(config: ModelConfig, kind: type[PreTrainedModel], hf_config: Any) -> None:
+    if is_hybrid(hf_config):
+        return  # the check of the loaded model sees whether its attention can be replaced
     if kind._is_stateful:
         raise ModelLoadError(
-            f"model {config.model!r} is a {kind.__name__}, which keeps a recurrent state (Mamba, linear attention, "
-            "RWKV) that cannot be paged, chunked or preempted"
+            f"model {config.model!r} is a {kind.__name__}, which keeps a recurrent state of another kind than "
+            "convolutions and linear attention beside layers of attention"
         )
     if not kind._supports_attention_backend:
         raise ModelLoadError(
             f"model {config.model!r} is a {kind.__name__}, whose attention cannot be replaced by a paged one "
             "(transformers' _supports_attention_backend is not set)"
         )
+
+
+def is_hybrid(hf_config: Any) -> bool:
+    """Whether the model has recurrent layers of transformers' common kinds, and others."""
+    kinds = set(getattr(hf_config.get_text_config(), "layer_types", None) or ())
+    return bool(kinds & _RECURRENT_LAYERS) and kinds != {"linear_attention"}
 
 
 def _without_holding(method: Any) -> Any:

@@ -5,7 +5,7 @@ memory.
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -13,14 +13,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headrace_engine.checkpoints.checkpoint import fingerprint
-from headrace_engine.errors import ConfigError
+from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.options.config import CacheConfig, ModelConfig
 from headrace_engine.runner import memory
 from headrace_engine.runner.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec, scale_of
 from headrace_engine.runner.attention.native import NativeBackend
 from headrace_engine.runner.attention.selection import choose_backend
 from headrace_engine.runner.batch import StepInputs
-from headrace_engine.runner.contracts import ModelInfo
+from headrace_engine.runner.contracts import ModelInfo, NewRequest
 from headrace_engine.runner.elementwise import native_ops
 from headrace_engine.runner.fused.decoder_stack import DecoderStack, stackable
 from headrace_engine.runner.fused.fusion import decoder_layers, fuse_decoder_layers
@@ -36,6 +36,7 @@ from headrace_engine.runner.memory import check_model_fits
 from headrace_engine.runner.models import generation, loading, probe, rope, row_tiles
 from headrace_engine.runner.models.load_errors import permanent_errors
 from headrace_engine.runner.models.probe import ModelLayout
+from headrace_engine.runner.recurrent.recurrent_layers import RecurrentLayers
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +82,9 @@ class PagedModel:
             config, hf_config, dtype, self._attention, packed=keeps_blocks
         )
         rope.fix_length_dependent_rope(self._model, config, max_model_len)
+        self._recurrent = RecurrentLayers(self._model)
         with watch_weights(self._model) as read_weights:
-            self._layout: ModelLayout = probe.inspect_model(self._model, max_model_len)
+            self._layout: ModelLayout = probe.inspect_model(self._model, max_model_len, self._recurrent)
         self.spec = AttentionSpec(
             layers=self._layout.layers,
             block_size=cache.block_size,
@@ -90,6 +92,7 @@ class PagedModel:
             cache_dtype=_CACHE_DTYPES[cache.kv_cache_dtype],
         )
         self._backend: AttentionBackend = choose_backend(config.attention_backend, self.spec, self._device)
+        self._check_recurrent(config)
         check_model_fits(self._model, device)
         self._model.to(device)
         if config.batch_invariant and self._backend.name != "native":
@@ -124,6 +127,27 @@ class PagedModel:
     def bytes_per_block(self) -> int:
         return self._backend.bytes_per_block
 
+    @property
+    def bytes_per_state(self) -> int:
+        """The states of all recurrent layers of one request. 0 if there are no such layers."""
+        return self._recurrent.bytes_per_state
+
+    def _check_recurrent(self, config: ModelConfig) -> None:
+        """Raise an error if the model has recurrent layers that the device or an option does not fit."""
+        name = type(self._model).__name__
+        if not self._recurrent:
+            return
+        if self._device.type != "cpu":
+            raise ModelLoadError(
+                f"model {config.model!r} is a {name}, whose recurrent layers are served on device cpu only; for a GPU "
+                "set engine to vllm"
+            )
+        if config.batch_invariant:
+            raise ConfigError(
+                f"batch_invariant is set, but the recurrent layers of {name} give results whose last bits depend on "
+                "how a prompt is cut into steps"
+            )
+
     def _pack_products(self, config: ModelConfig, keep: Collection[torch.nn.Module], *, fuse_layers: bool) -> None:
         """Replace the linear layers, except `keep`, by the fastest layers for this CPU."""
         dtype = self.spec.dtype
@@ -157,8 +181,9 @@ class PagedModel:
         self._lora = LoRALayers(self._model, self._model.get_output_embeddings(), max_rank, self.spec.dtype)
         return self._lora
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int, num_states: int = 0) -> None:
         self._backend.allocate(num_blocks)
+        self._recurrent.allocate(num_states)
         if self._stack is not None:
             self._stack.bind()
 
@@ -184,6 +209,13 @@ class PagedModel:
         self._model.get_decoder().layers = nn.ModuleList([stack])
         return stack
 
+    def restore_states(self, arrivals: Iterable[NewRequest]) -> None:
+        """Copy the recurrent states from which requests start."""
+        for arrival in arrivals:
+            if arrival.state_source is not None:
+                assert arrival.state_slot is not None
+                self._recurrent.copy(arrival.state_source, arrival.state_slot)
+
     def forward(self, inputs: StepInputs) -> torch.Tensor:
         """Compute the packed tokens. Return the logits at `inputs.logits_indices`, [indices, vocabulary]."""
         if not self._in_tiles:
@@ -198,6 +230,7 @@ class PagedModel:
         if self._lora is not None:
             self._lora.use(inputs)
         self._metadata, self._next_layer = inputs.metadata, 0
+        self._recurrent.groups = inputs.state_groups
         if self._stack is not None:
             self._stack.inputs = inputs
         keeps_logits = self._layout.keeps_logits

@@ -7,7 +7,7 @@ paged runner would compute wrongly is refused, with the reason.
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 
 from headrace_engine.errors import ModelLoadError
 from headrace_engine.runner.attention.backend import LayerSpec
+from headrace_engine.runner.recurrent.recurrent_layers import RecurrentLayers
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -24,6 +25,7 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 _HONOURED = {"scaling", "softcap", "s_aux", "sliding_window", "is_causal"}
 _IRRELEVANT = {"dropout", "position_ids", "cache_position"}
 
+_NUM_TOKENS = 6
 # Rows of the second run. The embedding of row 2 is NaN. Rows 3 and 4 have the same token and position. Row 0 has the
 # same token as these at another position.
 _POISONED, _SAME, _OTHER = 2, (3, 4), 0
@@ -83,8 +85,11 @@ class _Recorder:
 
 
 @torch.inference_mode()
-def inspect_model(model: PreTrainedModel, max_model_len: int) -> ModelLayout:
+def inspect_model(model: PreTrainedModel, max_model_len: int, recurrent: RecurrentLayers | None = None) -> ModelLayout:
     """Run the model twice on a few tokens. It must have been loaded with a unique attention function.
+
+    Args:
+        recurrent: the recurrent layers of the model, if they were replaced.
 
     Raises:
         ModelLoadError: the paged runner cannot compute this model.
@@ -96,11 +101,14 @@ def inspect_model(model: PreTrainedModel, max_model_len: int) -> ModelLayout:
             raise _RefusedError("does not route its attention through transformers' attention interface")
         layers = _layers(recorder, max_model_len)
         _check_cache_keeps_what_masks_show(model, recorder.calls, layers, max_model_len)
-        poisoned, logits = _run_poisoned(model, max_model_len)
+        with recurrent.each_token_alone(_NUM_TOKENS) if recurrent is not None else nullcontext():
+            poisoned, logits = _run_poisoned(model, max_model_len)
         if [call.module for call in poisoned.calls] != [call.module for call in recorder.calls]:
             raise _RefusedError("calls its attention layers in an order that depends on the input")
         _check_tokens_meet_in_attention_only(poisoned.calls, logits)
         _check_positions_are_taken(poisoned.calls)
+        if recurrent is not None and (kind := recurrent.differs_in_parts()) is not None:
+            raise _RefusedError(f"has layers of type {kind}, whose result depends on how a prompt is cut into steps")
     except _RefusedError as refusal:
         raise ModelLoadError(f"{name} cannot be served: it {refusal}") from None
     except Exception as error:
@@ -117,7 +125,7 @@ class _RefusedError(Exception):
 def _run_with_masks(model: PreTrainedModel, max_model_len: int) -> tuple[_Recorder, bool]:
     """Run one sequence with ordinary positions, and record the masks of the model."""
     recorder = _Recorder()
-    length = min(6, max_model_len)
+    length = min(_NUM_TOKENS, max_model_len)
     kept = torch.tensor([0, length - 1])
     keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
     options = {"logits_to_keep": kept} if keeps_logits else {}

@@ -113,7 +113,7 @@ class StaticPagedRunner:
             available_memory=free,
         )
 
-    def init_kv_cache(self, num_blocks: int) -> None:
+    def init_kv_cache(self, num_blocks: int, num_states: int) -> None:  # noqa: ARG002  # refused at load
         block_size = self._config.cache.block_size
         if self._worker_ranks is not None:
             self._worker_ranks.group.announce(Kind.ALLOCATE, num_blocks, len(self._grid.shapes()))

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.gguf_files import HALVES, SIZES, Blocks, dequantised, random_blocks, random_bytes
+from engine import gguf_files
+from engine.gguf_files import HALVES, SIZES, Blocks
+from engine.integer_blocks import INTEGER_SIZES, dequantised_integers, integer_scales, random_integer_blocks
 from engine.kernel_builds import build
 from headrace_engine.runner.elementwise.ops import Norm
 from headrace_engine.runner.linear import grouped_linear, native_linear
@@ -23,7 +25,7 @@ from headrace_engine.runner.linear.grouped_linear import (
     GroupedLinear,
     replace_embedding,
 )
-from headrace_engine.runner.linear.grouped_weight import FORMATS, BadScaleError, GroupedWeight
+from headrace_engine.runner.linear.grouped_weight import FORMATS, INTEGER_FORMATS, BadScaleError, GroupedWeight
 from headrace_engine.runner.linear.native_linear import NativeGatedLinear, NativeLinear
 
 pytestmark = [
@@ -36,14 +38,31 @@ pytestmark = [
     pytest.mark.skipif(not grouped_linear.supported(torch.float32), reason="the kernels need AVX2 or AVX-512"),
 ]
 
-formats = pytest.mark.parametrize("kind", SIZES)
+ALL_SIZES = {**SIZES, **INTEGER_SIZES}
+ALL_FORMATS = {**FORMATS, **{kind.name: kind for kind in INTEGER_FORMATS.values()}}
+formats = pytest.mark.parametrize("kind", ALL_SIZES)
 INTEGERS, UNPACKED = 1, 2  # in linear.h
 LESSER_PROCESSORS = ["-mno-amx-bf16", "-mno-avx512vnni", "-mno-avx512f", "-mno-avx512f -mno-avxvnni"]
 
 
+def random_bytes(kind: str, rows: int, columns: int) -> Blocks:
+    if kind in INTEGER_SIZES:
+        return random_integer_blocks(kind, rows, columns, spread=None)
+    return gguf_files.random_bytes(kind, rows, columns)
+
+
+def random_blocks(kind: str, rows: int, columns: int, *, spread: float) -> Blocks:
+    make = random_integer_blocks if kind in INTEGER_SIZES else gguf_files.random_blocks
+    return make(kind, rows, columns, spread=spread)
+
+
+def dequantised(kind: str, blocks: Blocks) -> Any:
+    return (dequantised_integers if kind in INTEGER_SIZES else gguf_files.dequantised)(kind, blocks)
+
+
 def layer_of(kind: str, out_features: int, in_features: int, dtype: torch.dtype = torch.float32) -> GroupedLinear:
     blocks = random_blocks(kind, out_features, in_features, spread=0.1)
-    return GroupedLinear([GroupedWeight(FORMATS[kind], blocks)], None, dtype, batch_invariant=True)
+    return GroupedLinear([GroupedWeight(ALL_FORMATS[kind], blocks)], None, dtype, batch_invariant=True)
 
 
 def rows(count: int, features: int) -> torch.Tensor:
@@ -55,11 +74,11 @@ def rows(count: int, features: int) -> torch.Tensor:
 def test_any_bits_of_a_block_are_the_values_that_gguf_gives_them(kind: str, outputs: int, inputs: int) -> None:
     blocks = random_bytes(kind, outputs, inputs)
     expected = torch.from_numpy(dequantised(kind, blocks))
-    weight = GroupedWeight(FORMATS[kind], blocks)
+    weight = GroupedWeight(ALL_FORMATS[kind], blocks)
     assert torch.equal(weight.dense(torch.float32), expected)
     assert torch.equal(weight.dense(torch.bfloat16), expected.bfloat16())
     order = np.random.default_rng(1).permutation(outputs).astype(np.int32)
-    assert torch.equal(GroupedWeight(FORMATS[kind], blocks, order).dense(torch.float32), expected[order])
+    assert torch.equal(GroupedWeight(ALL_FORMATS[kind], blocks, order).dense(torch.float32), expected[order])
 
 
 def test_a_weight_larger_than_a_part_is_packed_part_by_part() -> None:
@@ -73,12 +92,13 @@ def test_a_weight_larger_than_a_part_is_packed_part_by_part() -> None:
 
 @formats
 @pytest.mark.parametrize("value", [0x7C00, 0xFC00, 0x7E01], ids=["infinity", "minus infinity", "nan"])
-def test_a_scale_that_is_not_finite_is_found_with_its_row(kind: str, value: int) -> None:
+def test_a_scale_that_is_not_finite_is_found_with_its_row(kind: str, value: Any) -> None:
+    value = np.array([value], np.uint16).view(np.float16).astype(np.float32 if kind in INTEGER_SIZES else np.float16)
     for at in HALVES.get(kind, (0,)):
-        blocks = random_bytes(kind, 40, 512).reshape(40, -1, SIZES[kind][1])
-        blocks[23, -1, at : at + 2] = value & 255, value >> 8
+        blocks = random_bytes(kind, 40, 512).reshape(40, -1, ALL_SIZES[kind][1])
+        blocks[23, -1, at : at + value.nbytes] = value.view(np.uint8)
         with pytest.raises(BadScaleError, match="row 23 has a scale that is not finite"):
-            GroupedWeight(FORMATS[kind], blocks.reshape(40, -1))
+            GroupedWeight(ALL_FORMATS[kind], blocks.reshape(40, -1))
 
 
 def fused(a: Any, b: Any, c: Any) -> Any:
@@ -90,7 +110,7 @@ def fused(a: Any, b: Any, c: Any) -> Any:
 
 def scales_of(kind: str, blocks: Blocks) -> tuple[Any, Any, Any]:
     """Return the float32 scales and minimums of each 16 weights, and d: [out, in / 16] each."""
-    weights, size = SIZES[kind]
+    weights, size = ALL_SIZES[kind]
     each = blocks.reshape(len(blocks), -1, size)
 
     def half(at: int) -> Any:
@@ -101,6 +121,8 @@ def scales_of(kind: str, blocks: Blocks) -> tuple[Any, Any, Any]:
         return np.repeat(values, weights // 16 // values.shape[-1], axis=-1).reshape(len(blocks), -1)
 
     zeros = np.zeros((len(blocks), each.shape[1], 1), np.float32)
+    if kind in INTEGER_SIZES:
+        return spread(integer_scales(kind, blocks)[0]), spread(zeros), spread(zeros)
     if kind == "Q6_K":
         return spread(each[..., 192:208].view(np.int8).astype(np.float32)), spread(zeros), spread(half(208))
     if kind in ("Q4_K", "Q5_K"):
@@ -145,7 +167,7 @@ def by_integers(kernels: ctypes.CDLL, layer: GroupedLinear, x: torch.Tensor, thr
 
 
 def product(kernels: ctypes.CDLL, layer: GroupedLinear, x: torch.Tensor, threads: int, driver: int) -> torch.Tensor:
-    out = torch.empty(len(x), layer.out_features)
+    out = torch.empty(len(x), layer.out_features, dtype=x.dtype)
     args = layer.args()
     args.driver, args.threads, args.rows = driver, threads, len(x)
     args.x, args.x_stride, args.out, args.out_stride = x.data_ptr(), x.stride(0), out.data_ptr(), out.stride(0)
@@ -158,7 +180,7 @@ def product(kernels: ctypes.CDLL, layer: GroupedLinear, x: torch.Tensor, threads
     ("inputs", "outputs"), [(32, 1), (96, 15), (256, 17), (896, 48), (512, 100), (2048, 33), (256, 1000)]
 )
 def test_products_by_integers_are_those_of_the_model_in_every_bit(kind: str, inputs: int, outputs: int) -> None:
-    if inputs % SIZES[kind][0]:
+    if inputs % ALL_SIZES[kind][0]:
         pytest.skip("a row is no whole number of blocks")
     layer, x = layer_of(kind, outputs, inputs), rows(70, inputs)
     x[3], x[5, 32:] = 0, 1e-38  # without any level, and without a normal one
@@ -266,3 +288,35 @@ def test_an_embedding_reads_its_rows_and_keeps_what_its_class_adds(dtype: torch.
         assert not list(module.parameters())
         with pytest.raises(IndexError, match="from 0 to 69, got 70"):
             module(torch.tensor([70]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("count", [1, 7, 70])
+@pytest.mark.parametrize("without", ["", *LESSER_PROCESSORS[1:]])
+def test_inputs_in_another_order_are_gathered(dtype: torch.dtype, count: int, without: str) -> None:
+    kernels = build("linear.c", "linear", without) if without else native_linear.library()
+    native_linear.declared(kernels)
+    order = torch.randperm(768, generator=torch.Generator().manual_seed(1)).int()
+    blocks = random_blocks("INT4_128", 50, 768, spread=0.1)
+    plain, ordered = (
+        GroupedLinear(
+            [GroupedWeight(INTEGER_FORMATS[4, 128], blocks, inputs=inputs)], None, dtype, batch_invariant=True
+        )
+        for inputs in (None, order)
+    )
+    assert torch.equal(ordered.dense()[:, order.long()], plain.dense())
+    x = rows(count, 768).to(dtype)
+    gathered = x[:, order.long()].contiguous()
+    driver = INTEGERS if dtype is torch.bfloat16 else UNPACKED
+    assert torch.equal(product(kernels, ordered, x, 2, driver), product(kernels, plain, gathered, 2, driver))
+
+
+def test_a_norm_before_inputs_in_another_order_has_their_weights() -> None:
+    order = torch.randperm(512, generator=torch.Generator().manual_seed(1)).int()
+    blocks = random_blocks("INT8_128", 50, 512, spread=0.1)
+    layer = GroupedLinear(
+        [GroupedWeight(INTEGER_FORMATS[8, 128], blocks, inputs=order)], None, torch.float32, batch_invariant=True
+    )
+    norm, x = Norm(rows(1, 512)[0], 1e-5), rows(9, 512)
+    expected = NativeLinear(layer.dense(), None).after_norm(x.clone(), None, norm)
+    torch.testing.assert_close(layer.after_norm(x.clone(), None, norm), expected)

@@ -18,7 +18,7 @@ from headrace_engine.runner.elementwise.native_ops import MAX_FEATURES, MAX_HEAD
 from headrace_engine.runner.elementwise.ops import Activation, Norm
 from headrace_engine.runner.fused.layer_parts import Gate, LayerParts, Linear, is_linear
 from headrace_engine.runner.fused.rotation import Rotation
-from headrace_engine.runner.linear.grouped_linear import GroupedGatedLinear, GroupedLinear
+from headrace_engine.runner.linear.grouped_linear import GroupedGatedLinear, GroupedLinear, mergeable
 from headrace_engine.runner.linear.native_linear import NativeGatedLinear, NativeLinear
 from headrace_engine.runner.linear.packed_linear import PackedLinear
 from headrace_engine.runner.linear.prepared_linear import LinearKind, PreparedLinear, normalised
@@ -232,7 +232,7 @@ def _gated(linear: LinearKind, gate: Gate) -> "_Gated | NativeLinear":
     if linear is not NativeLinear or any(layer.bias is not None for layer in layers):
         return _Gated(_merged(linear, *layers), gate.activation)
     grouped = [layer for layer in layers if isinstance(layer, GroupedLinear)]
-    if len(grouped) < len(layers):
+    if not mergeable(layers):
         return NativeGatedLinear(torch.cat([_dense(layer) for layer in layers]), gate.activation)
     if len(grouped) == 1:
         grouped = grouped[0].halves()
@@ -249,7 +249,8 @@ def _dense(layer: Linear) -> torch.Tensor:
 def _merged(linear: LinearKind, *layers: Linear) -> PreparedLinear:
     """Return one layer whose output is the concatenation of the outputs of `layers`.
 
-    Layers in groups share their weights with it. If only some of them are in groups, these are dequantised.
+    Layers in groups share their weights with it. If only some of them are in groups, or their inputs are in different
+    orders, these are dequantised.
     """
     grouped = [layer for layer in layers if isinstance(layer, GroupedLinear)]
     if len(layers) == 1:
@@ -264,6 +265,6 @@ def _merged(linear: LinearKind, *layers: Linear) -> PreparedLinear:
                 for layer, own in zip(layers, biases, strict=True)
             ]
         )
-    if len(grouped) == len(layers):
+    if mergeable(layers):
         return GroupedLinear.merged(grouped, bias)
     return linear(torch.cat([_dense(layer) for layer in layers]), bias)

@@ -260,7 +260,7 @@ EXPORT_LAYOUT(linear_args, FIELD(linear_args, dtype), FIELD(linear_args, threads
               FIELD(linear_args, out_features), FIELD(linear_args, driver), FIELD(linear_args, num_segments),
               FIELD(linear_args, rows), FIELD(linear_args, x_stride), FIELD(linear_args, out_stride),
               FIELD(linear_args, x), FIELD(linear_args, weight), FIELD(linear_args, bias), FIELD(linear_args, out),
-              FIELD(linear_args, norm_weight), FIELD(linear_args, norm_eps), FIELD(linear_args, scale), FIELD(linear_args, segments),
+              FIELD(linear_args, norm_weight), FIELD(linear_args, norm_eps), FIELD(linear_args, scale), FIELD(linear_args, segments), FIELD(linear_args, order),
               FIELD(linear_args, upcoming));
 EXPORT_LAYOUT(step_args, FIELD(step_args, num_tokens), FIELD(step_args, num_sequences), FIELD(step_args, num_threads),
               FIELD(step_args, max_blocks), FIELD(step_args, attention_writes), FIELD(step_args, query_token_stride),

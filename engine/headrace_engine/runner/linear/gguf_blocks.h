@@ -1,14 +1,21 @@
-/* Packs the blocks of a GGUF file into strips (grouped_weights.h). Formats: ggml/src/ggml-common.h of llama.cpp. */
+/* Packs blocks into strips (grouped_weights.h): those of a GGUF file, or those that grouped_weight.py makes of integers. Formats:
+ * ggml/src/ggml-common.h of llama.cpp; INT4 and INT8 are float32 d, int16 zero, and a byte for each code. */
 
 /* One block of a row: up to 256 codes, and its scales as bits. */
 typedef struct {
     uint8_t codes[256], scales[16], minimums[8];
     uint16_t d, m; /* float16 */
+    float wide_d;  /* ZEROS */
+    int16_t zero;
 } file_block;
 
 static inline uint16_t read_half(const uint8_t *bytes) { return (uint16_t)(bytes[0] | bytes[1] << 8); }
 
-static inline int is_finite_half(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+static inline int has_finite_scales(const file_block *b) {
+    uint32_t bits;
+    memcpy(&bits, &b->wide_d, sizeof bits); /* the compiler may assume that numbers are finite */
+    return (b->d & 0x7c00) != 0x7c00 && (b->m & 0x7c00) != 0x7c00 && (bits & 0x7f800000) != 0x7f800000;
+}
 
 /* Reads the 6-bit scales and minimums of Q4_K and Q5_K. */
 static void read_scales(const uint8_t *s, file_block *b) {
@@ -54,15 +61,23 @@ static void read_q6_k(const uint8_t *at, file_block *b) {
     b->d = read_half(at + 208);
 }
 
+static void read_integers(const block_format f, const uint8_t *at, file_block *b) {
+    memcpy(&b->wide_d, at, 4);
+    memcpy(&b->zero, at + 4, 2);
+    memcpy(b->codes, at + 6, f.groups * GROUP);
+}
+
 static void read_block(const block_format f, const uint8_t *at, file_block *b) {
-    if (f.scales == K_HALVES) read_q6_k(at, b);
+    if (f.scales == ZEROS) read_integers(f, at, b);
+    else if (f.scales == K_HALVES) read_q6_k(at, b);
     else if (f.scales == K_MINIMUM) read_q4_q5_k(f, at, b);
     else read_short_block(f, at, b);
 }
 
 /* Places a block as one column of a block of a strip, whose bytes are zero. */
 static void put_block(const block_format f, uint8_t *target, int column, const file_block *b) {
-    if (head_bytes(f)) memcpy(target + 2 * column, &b->d, 2);
+    if (f.scales == ZEROS) memcpy(target + 4 * column, &b->wide_d, 4), memcpy(target + 64 + 2 * column, &b->zero, 2);
+    else if (head_bytes(f)) memcpy(target + 2 * column, &b->d, 2);
     if (f.scales == K_MINIMUM) memcpy(target + 32 + 2 * column, &b->m, 2);
     for (int group = 0; group < f.groups; group++) {
         uint8_t *codes = target + head_bytes(f) + group * group_bytes(f), *scales = codes + code_bytes(f);
@@ -73,7 +88,7 @@ static void put_block(const block_format f, uint8_t *target, int column, const f
         }
         if (f.scales == K_MINIMUM) scales[column] = b->scales[group], scales[COLUMNS + column] = b->minimums[group];
         else if (f.scales == K_HALVES) scales[column] = b->scales[2 * group], scales[COLUMNS + column] = b->scales[2 * group + 1];
-        else memcpy(scales + 2 * column, &b->d, 2);
+        else if (f.scales != ZEROS) memcpy(scales + 2 * column, &b->d, 2);
         if (f.scales == MINIMUM) memcpy(scales + 32 + 2 * column, &b->m, 2);
     }
 }
@@ -96,10 +111,10 @@ int64_t headrace_pack_blocks(int format, int threads, int in, int out, const uin
             int64_t row = order ? order[strip * COLUMNS + column] : strip * COLUMNS + column;
             const uint8_t *from = rows + row * blocks * f.file_bytes;
             for (int64_t i = 0; i < blocks; i++) {
-                file_block b = {.m = 0};
+                file_block b = {.d = 0};
                 read_block(f, from + i * f.file_bytes, &b);
                 put_block(f, target + i * block_bytes(f), column, &b);
-                if (!is_finite_half(b.d) || !is_finite_half(b.m)) {
+                if (!has_finite_scales(&b)) {
 #pragma omp critical
                     bad = bad < 0 || row < bad ? row : bad;
                 }

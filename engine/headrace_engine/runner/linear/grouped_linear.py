@@ -27,6 +27,13 @@ def supported(dtype: torch.dtype) -> bool:
     return native_linear.preferred(dtype) and bool(native_linear.library().headrace_has_grouped())
 
 
+def reason_to_dequantise(dtype: torch.dtype) -> str | None:
+    """Return why this machine cannot keep weights packed; None if it can."""
+    if supported(dtype):
+        return None
+    return f"this machine has no compiled kernels for packed weights in {str(dtype).removeprefix('torch.')}"
+
+
 class GroupedLinear(NativeLinear):
     """A linear layer whose weight has one or more segments of outputs, each of its own format.
 
@@ -89,11 +96,15 @@ class GroupedLinear(NativeLinear):
             weight=self.weights[0].strips.data_ptr(),
             segments=ctypes.addressof(self._segments),
             bias=None if self.bias is None else self.bias.data_ptr(),
+            order=None if self.weights[0].inputs is None else self.weights[0].inputs.data_ptr(),
         )
 
     @classmethod
     def merged(cls, layers: Sequence["GroupedLinear"], bias: torch.Tensor | None) -> Self:
-        """Return one layer whose output is the concatenation of the outputs of all. Their weights are shared."""
+        """Return one layer whose output is the concatenation of the outputs of all. Their weights are shared.
+
+        The layers must be `mergeable`.
+        """
         weights = [weight for layer in layers for weight in layer.weights]
         return cls(weights, bias, layers[0]._dtype, batch_invariant=layers[0].batch_invariant)
 
@@ -107,6 +118,15 @@ class GroupedLinear(NativeLinear):
         middle = weight.out_features // 2
         parts = (weight.part(0, middle), weight.part(middle, weight.out_features))
         return [GroupedLinear([part], None, self._dtype, batch_invariant=self.batch_invariant) for part in parts]
+
+
+def mergeable(layers: Sequence[nn.Module]) -> bool:
+    """Whether all layers have grouped weights, whose inputs are in the same order."""
+    orders = [layer.weights[0].inputs for layer in layers if isinstance(layer, GroupedLinear)]
+    first = orders[0] if orders else None
+    if first is None:
+        return len(orders) == len(layers) and all(order is None for order in orders)
+    return len(orders) == len(layers) and all(order is not None and torch.equal(order, first) for order in orders)
 
 
 class GroupedGatedLinear(GroupedLinear):

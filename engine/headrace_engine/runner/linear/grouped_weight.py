@@ -21,7 +21,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 @dataclass(frozen=True, slots=True)
 class GroupedFormat:
-    """A block format of GGUF files."""
+    """A block format of GGUF files, or of integers with a scale and a zero point for each block."""
 
     name: str
     number: int
@@ -43,6 +43,12 @@ _SIZES: Final = {
 }
 FORMATS: Final = {name: GroupedFormat(name, number, *sizes) for number, (name, sizes) in enumerate(_SIZES.items())}
 """The formats that are served as they are, by their name in GGUF."""
+_INTEGERS: Final = [(bits, inputs) for bits in (4, 8) for inputs in (32, 128)]
+INTEGER_FORMATS: Final = {
+    (bits, inputs): GroupedFormat(f"INT{bits}_{inputs}", len(FORMATS) + index, inputs, 6 + inputs)
+    for index, (bits, inputs) in enumerate(_INTEGERS)
+}
+"""By bits and inputs of a block. A block is a float32 scale, an int16 zero point, and a byte for each code."""
 
 
 class BadScaleError(ValueError):
@@ -60,6 +66,7 @@ class GroupedWeight:
         kind: the format of all blocks.
         blocks: [out_features, bytes of a row], the rows of the file.
         order: the row of the file for each output. None: the same order.
+        inputs: int32 [in_features], the input of the layer for each column of the file. None: the same order.
         release: called with rows that are packed. It may release their memory.
 
     Raises:
@@ -72,11 +79,13 @@ class GroupedWeight:
         blocks: Bytes,
         order: np.ndarray[Any, Any] | None = None,
         *,
+        inputs: torch.Tensor | None = None,
         release: Callable[[Bytes], None] | None = None,
     ) -> None:
         assert blocks.dtype == np.uint8
         assert blocks.flags.c_contiguous
         self.format = kind
+        self.inputs = inputs
         self.out_features = blocks.shape[0]
         self.in_features = blocks.shape[1] // kind.file_bytes * kind.block_inputs
         self.strips = _PAGES.empty((self._bytes(self.out_features),), torch.uint8)
@@ -128,7 +137,7 @@ class GroupedWeight:
             len(outputs),
             out.data_ptr(),
         )
-        return out
+        return out if self.inputs is None else torch.empty_like(out).index_copy_(1, self.inputs.long(), out)
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """Dequantise all rows: [out_features, in_features]."""

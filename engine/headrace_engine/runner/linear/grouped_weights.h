@@ -1,9 +1,9 @@
-/* Weights in groups of few bits, as GGUF files store them, in a layout for vectors. Nothing is rounded: each weight is the value that
+/* Weights in groups of few bits, as checkpoints store them, in a layout for vectors. Nothing is rounded: each weight is the value that
  * the file defines.
  *
  * A strip is COLUMNS outputs. It is an array of blocks, each with the inputs of one block of the file:
  *
- *   [head: float16 d[16], float16 m[16]]              only for blocks of several groups
+ *   [head: the scales of the block]              K_MINIMUM, K_HALVES: float16 d[16], float16 m[16]; ZEROS: float32 d[16], int16 zero[16]
  *   groups of 32 inputs: [codes][scales of the group]
  *
  * Four adjacent inputs form a quad. The codes of a group are vectors of 16 dwords, one for each output. A byte of a dword belongs to
@@ -14,14 +14,15 @@
 #include <stddef.h>
 
 enum { GROUP = 32, COLUMNS = 16, QUADS = GROUP / 4 };
-enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, FORMATS }; /* as in grouped_weight.py */
+enum { Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, INT4_32, INT4_128, INT8_32, INT8_128, FORMATS }; /* as in grouped_weight.py */
 
 /* The scales of a weight w of code q.
  *   PLAIN     w = d (q - offset)          float16 d of each group
  *   MINIMUM   w = d q + m                 float16 d and m of each group
  *   K_MINIMUM w = d scale q - m minimum   uint8 scale and minimum of each group
- *   K_HALVES  w = d scale (q - offset)    int8 scale of each half of a group */
-enum { PLAIN, MINIMUM, K_MINIMUM, K_HALVES };
+ *   K_HALVES  w = d scale (q - offset)    int8 scale of each half of a group
+ *   ZEROS     w = d (q - zero)            float32 d and int16 zero of each block */
+enum { PLAIN, MINIMUM, K_MINIMUM, K_HALVES, ZEROS };
 
 typedef struct {
     int bits, offset, scales, groups; /* groups: of one block */
@@ -32,11 +33,18 @@ static const block_format formats[FORMATS] = {
     [Q4_0] = {4, 8, PLAIN, 1, 18},      [Q4_1] = {4, 0, MINIMUM, 1, 20},    [Q5_0] = {5, 16, PLAIN, 1, 22},
     [Q5_1] = {5, 0, MINIMUM, 1, 24},    [Q8_0] = {8, 128, PLAIN, 1, 34},    [Q4_K] = {4, 0, K_MINIMUM, 8, 144},
     [Q5_K] = {5, 0, K_MINIMUM, 8, 176}, [Q6_K] = {6, 32, K_HALVES, 8, 210},
+    [INT4_32] = {4, 0, ZEROS, 1, 38},   [INT4_128] = {4, 0, ZEROS, 4, 134},
+    [INT8_32] = {8, 0, ZEROS, 1, 38},   [INT8_128] = {8, 0, ZEROS, 4, 134},
 };
 
-static inline int head_bytes(const block_format f) { return f.scales == K_MINIMUM ? 64 : f.scales == K_HALVES ? 32 : 0; }
+static inline int head_bytes(const block_format f) {
+    return f.scales == ZEROS ? 96 : f.scales == K_MINIMUM ? 64 : f.scales == K_HALVES ? 32 : 0;
+}
+static inline int adds(const block_format f) { return f.scales == MINIMUM || f.scales == K_MINIMUM; }
 static inline int code_bytes(const block_format f) { return f.bits * (GROUP * COLUMNS / 8); }
-static inline int group_bytes(const block_format f) { return code_bytes(f) + (f.scales == MINIMUM ? 64 : 32); }
+static inline int group_bytes(const block_format f) {
+    return code_bytes(f) + (f.scales == ZEROS ? 0 : f.scales == MINIMUM ? 64 : 32);
+}
 static inline int64_t block_bytes(const block_format f) { return head_bytes(f) + (int64_t)f.groups * group_bytes(f); }
 static inline int64_t strip_bytes(const block_format f, int in) { return in / (GROUP * f.groups) * block_bytes(f); }
 
@@ -67,16 +75,19 @@ static inline float half_at(const uint8_t *halves, int index) {
     return half_to_float(half);
 }
 
-/* What multiplies the code of one input, and what is added. `half`: of the group. */
+/* What is subtracted from the code of one input, what multiplies it, and what is added. `half`: of the group. */
 typedef struct {
     float scale, added;
+    int zero;
 } input_scale;
 
 static inline input_scale scale_of(const block_format f, const uint8_t *head, const uint8_t *scales, int column, int half) {
     if (f.scales == K_MINIMUM)
-        return (input_scale){half_at(head, column) * scales[column], -(half_at(head + 32, column) * scales[COLUMNS + column])};
-    if (f.scales == K_HALVES) return (input_scale){half_at(head, column) * ((const int8_t *)scales)[half * COLUMNS + column], 0};
-    return (input_scale){half_at(scales, column), f.scales == MINIMUM ? half_at(scales + 32, column) : 0};
+        return (input_scale){half_at(head, column) * scales[column], -(half_at(head + 32, column) * scales[COLUMNS + column]), 0};
+    if (f.scales == K_HALVES)
+        return (input_scale){half_at(head, column) * ((const int8_t *)scales)[half * COLUMNS + column], 0, f.offset};
+    if (f.scales == ZEROS) return (input_scale){((const float *)head)[column], 0, ((const int16_t *)(head + 64))[column]};
+    return (input_scale){half_at(scales, column), f.scales == MINIMUM ? half_at(scales + 32, column) : 0, f.offset};
 }
 
 /* Returns the four codes of a quad of one output, one in each byte. */
@@ -109,9 +120,8 @@ static void unpack_column(const block_format f, int in, const uint8_t *strip, in
             input_scale s = scale_of(f, head, scales, column, quad / (QUADS / 2));
             uint32_t four = quad_of(f, codes, column, quad);
             for (int i = 0; i < 4; i++) {
-                float value = s.scale * (float)((int)(four >> 8 * i & 255) - f.offset);
-                store_scalar(out, group * GROUP + quad * 4 + i, f.scales == PLAIN || f.scales == K_HALVES ? value : value + s.added,
-                             dtype);
+                float value = s.scale * (float)((int)(four >> 8 * i & 255) - s.zero);
+                store_scalar(out, group * GROUP + quad * 4 + i, adds(f) ? value + s.added : value, dtype);
             }
         }
     }

@@ -68,12 +68,25 @@ static inline float norm_scale(const linear_args *a, int64_t from) {
 }
 
 static inline __attribute__((always_inline)) f32x
+load_ordered(const linear_args *a, int64_t from, int k, float scale, int dtype) {
+    f32x x;
+    for (int i = 0; i < LANES; i++) {
+        int feature = a->order[k + i];
+        x[i] = load_scalar(a->x, from + feature, dtype);
+        if (a->norm_weight) x[i] *= a->norm_weight[feature] * scale;
+    }
+    return x;
+}
+
+static inline __attribute__((always_inline)) f32x
 load_inputs(const linear_args *a, int64_t from, int k, float scale, int dtype) {
+    if (a->order) return load_ordered(a, from, k, scale, dtype);
     f32x x = load_vector(a->x, from + k, dtype);
     return a->norm_weight ? x * (load_vector(a->norm_weight, k, FLOAT32) * scale) : x;
 }
 
 static inline float load_input(const linear_args *a, int64_t from, int k, float scale) {
+    if (a->order) k = a->order[k];
     float x = load_scalar(a->x, from + k, a->dtype);
     return a->norm_weight ? x * (a->norm_weight[k] * scale) : x;
 }
@@ -296,6 +309,6 @@ EXPORT_LAYOUT(linear_args, FIELD(linear_args, dtype), FIELD(linear_args, threads
               FIELD(linear_args, driver), FIELD(linear_args, num_segments),
               FIELD(linear_args, rows), FIELD(linear_args, x_stride), FIELD(linear_args, out_stride),
               FIELD(linear_args, x), FIELD(linear_args, weight), FIELD(linear_args, bias), FIELD(linear_args, out),
-              FIELD(linear_args, norm_weight), FIELD(linear_args, norm_eps), FIELD(linear_args, scale), FIELD(linear_args, segments),
+              FIELD(linear_args, norm_weight), FIELD(linear_args, norm_eps), FIELD(linear_args, scale), FIELD(linear_args, segments), FIELD(linear_args, order),
               FIELD(linear_args, upcoming));
 EXPORT_LAYOUT(weight_segment, FIELD(weight_segment, strips), FIELD(weight_segment, format), FIELD(weight_segment, out_features));

@@ -34,6 +34,7 @@ typedef struct {
     float norm_eps;
     float scale; /* of what is added to out */
     const weight_segment *segments; /* NULL: dense weights; a gated product has two, gate and up */
+    const int32_t *order; /* [in_features], the feature of x that is each input of the weights, or NULL: the same */
     upcoming_blocks *upcoming; /* NULL, or what to prefetch meanwhile; products by matrix tiles ignore it */
 } linear_args;
 

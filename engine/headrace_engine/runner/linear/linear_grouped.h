@@ -62,9 +62,18 @@ ALWAYS_INLINE f32x load_bytes(const uint8_t *at, int is_signed) {
 #endif
 }
 
+ALWAYS_INLINE i32x load_zeros(const uint8_t *at) {
+#ifdef __AVX512F__
+    return (i32x)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)at));
+#else
+    return (i32x)_mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)at));
+#endif
+}
+
 /* The scales of a group for one vector of outputs. scale[1] is that of the second half with K_HALVES, whose d is separate. */
 typedef struct {
     f32x scale[2], added, d;
+    i32x zero; /* with ZEROS */
 } group_scales;
 
 ALWAYS_INLINE group_scales load_scales(const block_format f, const uint8_t *head, const uint8_t *scales, int part) {
@@ -73,6 +82,8 @@ ALWAYS_INLINE group_scales load_scales(const block_format f, const uint8_t *head
     if (f.scales == K_HALVES) {
         s.d = load_halves(head + 2 * at);
         s.scale[0] = load_bytes(scales + at, 1), s.scale[1] = load_bytes(scales + COLUMNS + at, 1);
+    } else if (f.scales == ZEROS) {
+        s.scale[0] = *(const f32x *)(head + 4 * at), s.zero = load_zeros(head + 64 + 2 * at);
     } else if (f.scales == K_MINIMUM) {
         s.scale[0] = load_halves(head + 2 * at) * load_bytes(scales + at, 0);
         s.added = -(load_halves(head + 32 + 2 * at) * load_bytes(scales + COLUMNS + at, 0));
@@ -104,6 +115,7 @@ ALWAYS_INLINE void unpack_strip(const block_format f, const uint8_t *strip, int 
         const uint8_t *codes = group_of(f, strip, group), *scales = codes + code_bytes(f), *head = head_of(f, strip, group);
         for (int part = 0; part < PARTS; part++) {
             group_scales s = load_scales(f, head, scales, part);
+            i32x zero = f.scales == ZEROS ? s.zero : f.offset - (i32x){0};
             float *out = target + part * LANES;
 #pragma GCC unroll 8
             for (int quad = 0; quad < QUADS; quad++) {
@@ -111,8 +123,8 @@ ALWAYS_INLINE void unpack_strip(const block_format f, const uint8_t *strip, int 
                 f32x scale = f.scales == K_HALVES ? s.d * s.scale[quad / (QUADS / 2)] : s.scale[0], value[4];
 #pragma GCC unroll 4
                 for (int i = 0; i < 4; i++) {
-                    f32x code = __builtin_convertvector((i32x)((four >> 8 * i) & 255) - f.offset, f32x);
-                    value[i] = f.scales == PLAIN || f.scales == K_HALVES ? scale * code : scale * code + s.added;
+                    f32x code = __builtin_convertvector((i32x)((four >> 8 * i) & 255) - zero, f32x);
+                    value[i] = adds(f) ? scale * code + s.added : scale * code;
                     if (!pairs) *(f32x *)(out + (quad * 4 + i) * PANEL) = value[i];
                     else if (i % 2) *(u32x *)(out + (quad * 2 + i / 2) * PANEL) = rounded_bits(value[i - 1]) | rounded_bits(value[i]) << 16;
                 }
@@ -121,7 +133,9 @@ ALWAYS_INLINE void unpack_strip(const block_format f, const uint8_t *strip, int 
     }
 }
 
-#define EACH_FORMAT(DO) DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q4_K) DO(Q5_K) DO(Q6_K)
+#define EACH_FORMAT(DO)                                                                     \
+    DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q4_K) DO(Q5_K) DO(Q6_K)                 \
+    DO(INT4_32) DO(INT4_128) DO(INT8_32) DO(INT8_128)
 
 /* Unpacks `depth` inputs of a panel, from input `from`, both multiples of a group. Columns after the last output become zero. */
 static __attribute__((noinline)) void

@@ -98,8 +98,8 @@ ALWAYS_INLINE u32x multiplied_codes(const block_format f, u32x codes) {
     return !HAS_DOT_OF_BYTES && f.bits == 8 ? codes ^ 0x80808080 : codes;
 }
 
-/* Returns what is subtracted from the codes after they are multiplied. */
-ALWAYS_INLINE int offset_of_products(const block_format f) { return !HAS_DOT_OF_BYTES && f.bits == 8 ? 0 : f.offset; }
+/* Returns what is subtracted from the codes after they are multiplied, besides the zero point of a group. */
+ALWAYS_INLINE int offset_of_products(const block_format f) { return f.offset - (!HAS_DOT_OF_BYTES && f.bits == 8 ? 128 : 0); }
 
 ALWAYS_INLINE u32x broadcast_quad(const quantised_group *g, int quad) {
     uint32_t four;
@@ -147,11 +147,13 @@ ALWAYS_INLINE i32x add_products(const block_format f, i32x sum, const u32x *quad
 }
 
 /* Returns the sum of (code - offset) x. It is an integer below 2^24, so nothing is rounded. */
-ALWAYS_INLINE f32x without_offset(const block_format f, i32x products, float sum_of_x) {
+ALWAYS_INLINE f32x without_offset(const block_format f, i32x products, const group_scales *s, float sum_of_x) {
 #if !HAS_DOT_OF_BYTES
     if (f.bits == 4) products = (i32x)NAME(madd_epi16)((VECTOR)products, NAME(set1_epi16)(1));
 #endif
     f32x exact = __builtin_convertvector(products, f32x);
+    if (f.scales == ZEROS)
+        return multiply_add(__builtin_convertvector(-offset_of_products(f) - s->zero, f32x), broadcast(sum_of_x), exact);
     return offset_of_products(f) ? multiply_add(broadcast(-offset_of_products(f)), broadcast(sum_of_x), exact) : exact;
 }
 
@@ -159,12 +161,13 @@ ALWAYS_INLINE f32x without_offset(const block_format f, i32x products, float sum
 ALWAYS_INLINE f32x add_group(const block_format f, f32x sum, const i32x *products, const group_scales *s, const quantised_group *g) {
     f32x scale = broadcast(g->scale);
     if (f.scales == K_HALVES) { /* the sum of both halves is an integer below 2^24, too */
-        f32x first = without_offset(f, products[0], g->halves[0]), second = without_offset(f, products[1], g->halves[1]);
+        f32x first = without_offset(f, products[0], s, g->halves[0]);
+        f32x second = without_offset(f, products[1], s, g->halves[1]);
         return multiply_add(s->d * scale, multiply_add(s->scale[1], second, s->scale[0] * first), sum);
     }
-    f32x whole = without_offset(f, products[0], g->sum);
-    if (f.scales == PLAIN) return multiply_add(s->scale[0] * scale, whole, sum);
-    return multiply_add(scale, multiply_add(s->scale[0], whole, s->added * g->sum), sum);
+    f32x whole = without_offset(f, products[0], s, g->sum);
+    if (adds(f)) return multiply_add(scale, multiply_add(s->scale[0], whole, s->added * g->sum), sum);
+    return multiply_add(s->scale[0] * scale, whole, sum);
 }
 
 /* Computes sums[ROWS][PANEL] of a tile and a strip. */

@@ -27,7 +27,7 @@ static void pack_matrix_tile(const linear_args *a, float *packed, int64_t tile) 
             uint16_t *place = (uint16_t *)(target + (int64_t)k / TILE_INPUTS * TILE_ROWS * TILE_BYTES);
             int known = row >= a->rows ? 0 : in - k < TILE_INPUTS ? in - k : TILE_INPUTS;
             if (known < TILE_INPUTS) memset(place, 0, TILE_BYTES);
-            if (known == TILE_INPUTS && !a->norm_weight) memcpy(place, (const uint16_t *)a->x + from + k, TILE_BYTES);
+            if (known == TILE_INPUTS && !a->norm_weight && !a->order) memcpy(place, (const uint16_t *)a->x + from + k, TILE_BYTES);
             else if (known == TILE_INPUTS)
                 for (int i = 0; i < TILE_INPUTS; i += LANES)
                     store_vector(place, i, load_inputs(a, from, k + i, scale, BFLOAT16), BFLOAT16);

@@ -101,10 +101,11 @@ static inline __attribute__((always_inline)) f32x
 load_row(const linear_args *a, int64_t from, int at, float scale, int dtype, int pairs) {
     if (!pairs) return load_inputs(a, from, at, scale, dtype);
     uint16_t normed[2 * LANES];
-    for (int half = 0; half < 2 * LANES && a->norm_weight; half += LANES)
+    int converts = a->norm_weight || a->order;
+    for (int half = 0; half < 2 * LANES && converts; half += LANES)
         store_vector(normed, half, load_inputs(a, from, 2 * at + half, scale, BFLOAT16), BFLOAT16);
     f32x found;
-    memcpy(&found, a->norm_weight ? normed : (const uint16_t *)a->x + from + 2 * at, sizeof found);
+    memcpy(&found, converts ? normed : (const uint16_t *)a->x + from + 2 * at, sizeof found);
     return found;
 }
 

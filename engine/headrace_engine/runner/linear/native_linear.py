@@ -41,6 +41,7 @@ class LinearArgs(ctypes.Structure):
         ("norm_eps", ctypes.c_float),
         ("scale", ctypes.c_float),
         ("segments", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
         ("upcoming", ctypes.c_void_p),
     )
 

@@ -35,8 +35,9 @@ _FLOATS = {"F32", "F16", "BF16", "F64"}
 
 def reason_to_dequantise(path: str, dtype: torch.dtype) -> str | None:
     """Return why the blocks of a GGUF file cannot be kept; None if they can. The reader's errors pass through."""
-    if not grouped_linear.supported(dtype):
-        return f"this machine has no compiled kernels for packed weights in {str(dtype).removeprefix('torch.')}"
+    reason = grouped_linear.reason_to_dequantise(dtype)
+    if reason is not None:
+        return reason
     if "gguf" not in auto.AUTO_QUANTIZER_MAPPING:
         return "this version of transformers cannot leave tensors out"
     from transformers.integrations.gguf.utils import is_gguf_arch_supported  # absent where the quantizer is
@@ -51,8 +52,11 @@ def reason_to_dequantise(path: str, dtype: torch.dtype) -> str | None:
 
 
 @contextmanager
-def packed_weights(dtype: torch.dtype, *, batch_invariant: bool) -> Iterator[None]:
-    """Let transformers' `from_pretrained` keep the blocks of a GGUF file for which `reason_to_dequantise` is None."""
+def packed_weights(dtype: torch.dtype, *, batch_invariant: bool) -> Iterator[dict[str, Any]]:
+    """Let transformers' `from_pretrained` keep the blocks of a GGUF file for which `reason_to_dequantise` is None.
+
+    Yields no arguments for it.
+    """
     original = auto.AUTO_QUANTIZER_MAPPING["gguf"]
 
     class Loader(original):  # type: ignore[valid-type, misc]
@@ -74,7 +78,7 @@ def packed_weights(dtype: torch.dtype, *, batch_invariant: bool) -> Iterator[Non
 
     auto.AUTO_QUANTIZER_MAPPING["gguf"] = Loader
     try:
-        yield
+        yield {}
     finally:
         auto.AUTO_QUANTIZER_MAPPING["gguf"] = original
 

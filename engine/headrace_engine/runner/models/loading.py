@@ -4,6 +4,7 @@ Weights come from safetensors or GGUF only; nothing is unpickled. A model whose 
 interface of transformers is refused.
 """
 
+import copy
 import itertools
 import logging
 import weakref
@@ -24,8 +25,11 @@ from transformers.utils import logging as transformers_logging
 from headrace_engine.checkpoints.checkpoint import is_gguf, pretrained_source, quick_reads, unreadable
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.options.config import FITTING_LENGTH, ModelConfig
+from headrace_engine.runner.linear import grouped_linear
 from headrace_engine.runner.models import generation, rope
 from headrace_engine.runner.models.load_errors import permanent_errors
+from headrace_engine.runner.models.quantised_loading import quantised_weights
+from headrace_engine.runner.weights.quantised_checkpoint import reader_for
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +55,7 @@ def load_weights(
 
     Args:
         attention: a method with the signature of an attention function of transformers (`AttentionInterface`).
-        packed: keep the blocks of a GGUF file in the linear layers and embeddings.
+        packed: keep the blocks of a GGUF file, or the integers of a quantised checkpoint.
     """
     name = f"headrace_{next(_names)}"
     AttentionInterface.register(name, _without_holding(attention))
@@ -59,16 +63,21 @@ def load_weights(
     logger.info("reading the weights of %s", config.model)
     source, options = pretrained_source(config.model, config.revision)
     model: PreTrainedModel
-    with permanent_errors(config.model, "loaded"), quick_reads(config.model), _packed_weights(config, dtype, packed):
+    with (
+        permanent_errors(config.model, "loaded"),
+        quick_reads(config.model),
+        _quantised_weights(config, hf_config, dtype, packed) as quantisation,
+    ):
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
-            config=hf_config,
+            config=_without_quantisation(hf_config),
             dtype=dtype,
             attn_implementation=name,
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
             **options,
+            **quantisation,
         )
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would initialise them at random
@@ -77,23 +86,33 @@ def load_weights(
     return model.eval()
 
 
-def keeps_blocks(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether the matrices of a GGUF file stay packed. Logs why they do not. The reader's errors pass through."""
-    if not is_gguf(config.model) or not Path(config.model).is_file():
-        return False
-    from headrace_engine.runner.models import grouped_loading  # imports gguf, which other models do not need
+def keeps_packed(config: ModelConfig, hf_config: Any, dtype: torch.dtype) -> bool:
+    """Whether quantised weights stay packed on a CPU. Logs why they do not. The readers' errors pass through."""
+    if is_gguf(config.model) and Path(config.model).is_file():
+        from headrace_engine.runner.models import grouped_loading  # imports gguf, which other models do not need
 
-    reason = grouped_loading.reason_to_dequantise(config.model, dtype)
+        kind, reason = "GGUF file", grouped_loading.reason_to_dequantise(config.model, dtype)
+    elif _quantisation(hf_config) is not None:
+        kind, reason = "checkpoint", grouped_linear.reason_to_dequantise(dtype)
+    else:
+        return False
     if config.quantization is not None:
         reason = f"its weights become {config.quantization}"
     if reason is not None:
-        logger.warning("the GGUF file is dequantised: %s", reason)
+        logger.warning("the %s is dequantised: %s", kind, reason)
     return reason is None
 
 
-def _packed_weights(config: ModelConfig, dtype: torch.dtype, packed: bool) -> AbstractContextManager[None]:
+def _quantised_weights(
+    config: ModelConfig, hf_config: Any, dtype: torch.dtype, packed: bool
+) -> AbstractContextManager[dict[str, Any]]:
+    """Let transformers load quantised weights. Yields arguments of `from_pretrained`."""
+    quantisation = _quantisation(hf_config)
+    if quantisation is not None:
+        reader = reader_for(config.model, quantisation)
+        return quantised_weights(reader, dtype, packed=packed, batch_invariant=config.batch_invariant)
     if not packed:
-        return nullcontext()
+        return nullcontext({})
     from headrace_engine.runner.models import grouped_loading  # imports gguf, which other models do not need
 
     return grouped_loading.packed_weights(dtype, batch_invariant=config.batch_invariant)
@@ -103,14 +122,12 @@ def check_architecture(config: ModelConfig, hf_config: Any) -> None:
     """Refuse an unsupported architecture before any weight is read.
 
     Raises:
-        ModelLoadError: the model is not a decoder, or its attention cannot be paged.
+        ModelLoadError: the model is not a decoder, its attention cannot be paged, or it is quantised in a way that is
+            not served.
     """
-    method = _quantisation(hf_config)
-    if method is not None:
-        raise ModelLoadError(
-            f"model {config.model!r} is quantised with {method}, which is not supported; served are plain safetensors "
-            "weights and GGUF files"
-        )
+    quantisation = _quantisation(hf_config)
+    if quantisation is not None:
+        reader_for(config.model, quantisation)
     if getattr(hf_config, "is_encoder_decoder", False):
         raise ModelLoadError(
             f"model {config.model!r} is an encoder-decoder ({hf_config.model_type}); only decoders are served, "
@@ -131,16 +148,25 @@ def check_architecture(config: ModelConfig, hf_config: Any) -> None:
         )
 
 
-def _quantisation(hf_config: Any) -> str | None:
-    """Return the quantisation method of the weights, as the configuration names it."""
+def _quantisation(hf_config: Any) -> dict[str, Any] | None:
+    """Return the `quantization_config` of config.json."""
     for config in (hf_config, hf_config.get_text_config()):
         found = getattr(config, "quantization_config", None)
         if found:
-            found = found if isinstance(found, dict) else found.to_dict()
-            by_flags = "bitsandbytes" if found.get("load_in_4bit") or found.get("load_in_8bit") else "an unnamed method"
-            method = found.get("quant_method", by_flags)
-            return str(getattr(method, "value", method))
+            own: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+            return own
     return None
+
+
+def _without_quantisation(hf_config: Any) -> Any:
+    """Return the config as that of weights that are not quantised: transformers' own quantisers must not see them."""
+    if _quantisation(hf_config) is None:
+        return hf_config
+    plain = copy.deepcopy(hf_config)
+    for config in (plain, plain.get_text_config()):
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+    return plain
 
 
 def _check_class(config: ModelConfig, kind: type[PreTrainedModel], hf_config: Any) -> None:

@@ -74,12 +74,12 @@ class PagedModel:
         max_model_len = loading.resolve_max_model_len(config, hf_config)
         loading.check_architecture(config, hf_config)
         with permanent_errors(config.model, "loaded"):  # the checks read the headers of the weights
-            keeps_blocks = packed and loading.keeps_blocks(config, dtype)
-            memory.check_weights_fit(config.model, dtype, FORMATS if keeps_blocks else ())
+            keeps_packed = packed and loading.keeps_packed(config, hf_config, dtype)
+            memory.check_weights_fit(config.model, dtype, FORMATS if keeps_packed else ())
         self._metadata: AttentionMetadata | None = None
         self._next_layer = 0
         self._model: PreTrainedModel = loading.load_weights(
-            config, hf_config, dtype, self._attention, packed=keeps_blocks
+            config, hf_config, dtype, self._attention, packed=keeps_packed
         )
         rope.fix_length_dependent_rope(self._model, config, max_model_len)
         self._recurrent = RecurrentLayers(self._model)

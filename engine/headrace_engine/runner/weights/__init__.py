@@ -1,0 +1,1 @@
+"""Readers of quantised checkpoints in safetensors files, one for each kind."""

@@ -1,0 +1,57 @@
+"""`IntegerWeight`: a weight as integers in groups of inputs, which readers of checkpoints return."""
+
+from dataclasses import dataclass
+
+import torch
+
+from headrace_engine.runner.linear.grouped_weight import INTEGER_FORMATS, GroupedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerWeight:
+    """weight[o, i] = scales[o, g] * (codes[o, i] - zeros[o, g]), where g = i // (inputs of a group)."""
+
+    bits: int
+    codes: torch.Tensor
+    """uint8 [out, in]."""
+    scales: torch.Tensor
+    """Of any float type, [out, groups]."""
+    zeros: torch.Tensor
+    """int16 [out, groups]."""
+    inputs: torch.Tensor | None = None
+    """int32 [in], the input of the layer for each column. None: the same order."""
+
+    @property
+    def group(self) -> int:
+        """Inputs of a group."""
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    @property
+    def can_stay_packed(self) -> bool:
+        """Whether there is a format for groups of this size."""
+        return self.group % 32 == 0
+
+    def grouped(self) -> GroupedWeight:
+        """Pack the weight for the kernels. Nothing is rounded."""
+        out, inputs = self.codes.shape
+        block = 128 if self.group % 128 == 0 else 32
+        scales, zeros = (
+            part.repeat_interleave(self.group // block, 1).contiguous().view(torch.uint8).view(out, inputs // block, -1)
+            for part in (self.scales.float(), self.zeros)
+        )
+        blocks = torch.cat([scales, zeros, self.codes.view(out, inputs // block, block)], dim=2)
+        kind = INTEGER_FORMATS[self.bits, block]
+        return GroupedWeight(kind, blocks.view(out, -1).numpy(), inputs=self.inputs)
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """Dequantise: [out, in]. Computes in float32, and rounds once."""
+        out, inputs = self.codes.shape
+        codes = self.codes.view(out, -1, self.group).float()
+        values = (codes - self.zeros[..., None]).mul_(self.scales.float()[..., None]).view(out, inputs).to(dtype)
+        return values if self.inputs is None else torch.empty_like(values).index_copy_(1, self.inputs.long(), values)
+
+
+def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the codes of int32 words, lowest bits first: [..., n] -> uint8 [..., n * 32 / bits]. `bits`: 4 or 8."""
+    values = words.contiguous().view(torch.uint8)
+    return values if bits == 8 else torch.stack((values & 15, values >> 4), dim=-1).flatten(-2)

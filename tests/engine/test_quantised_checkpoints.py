@@ -1,0 +1,227 @@
+"""Quantised safetensors checkpoints: their values, the tokens of transformers on them, and wrong files by tensor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.packed_models import generate, load, workload
+from engine.quantised_files import KINDS, Tensors, compressed_tensors_config, draw_integers, packed, write_checkpoint
+from engine.tiny_models import TinyModel
+from headrace_engine.errors import ModelLoadError
+from headrace_engine.runner.fused.decoder_stack import DecoderStack
+from headrace_engine.runner.linear import grouped_linear
+from headrace_engine.runner.linear.grouped_linear import GroupedLinear
+from headrace_engine.runner.linear.native_linear import NativeGatedLinear, NativeLinear
+from headrace_engine.runner.weights.compressed_tensors import CompressedTensorsReader
+from headrace_engine.runner.weights.module_tensors import ModuleTensors
+
+pytestmark = [
+    pytest.mark.rotated(
+        "engine/headrace_engine/runner/linear",
+        "engine/headrace_engine/runner/models",
+        "engine/headrace_engine/runner/weights",
+        "engine/headrace_engine/runner/fused",
+        "tests/engine/quantised_files.py",
+        "tests/engine/packed_models.py",
+    ),
+    pytest.mark.skipif(not grouped_linear.supported(torch.float32), reason="the kernels need AVX2 or AVX-512"),
+]
+
+ACT_ORDER, ZEROS = "packed, 4 bits, act-order", "packed, 4 bits, groups of 128 with zeros"
+Change = Callable[[Tensors], None]
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@kinds
+def test_tokens_are_those_of_transformers_on_dequantised_weights(kind: str, tmp_path: Path) -> None:
+    reference = TinyModel("tiny", str(tmp_path), write_checkpoint(tmp_path, KINDS[kind]))
+    expected = [reference.generate(prompt, max_tokens) for prompt, max_tokens in workload()]
+    assert generate(tmp_path) == expected
+    assert len({tuple(output) for output in expected}) > len(expected) / 2
+
+
+@kinds
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_every_weight_has_the_value_of_the_file(
+    kind: str, has_kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped_linear, "supported", lambda _: has_kernels)
+    expected = write_checkpoint(tmp_path, KINDS[kind])
+    model = load(tmp_path, enable_lora=True)  # layers are not merged
+    for name, module in expected.named_modules():
+        if type(module) is torch.nn.Linear:
+            found = model.get_submodule(name)
+            assert isinstance(found, GroupedLinear) == (has_kernels and name != "lm_head")
+            if isinstance(found, GroupedLinear):
+                assert torch.equal(found.dense(), module.weight), name
+
+
+def test_one_call_computes_all_layers(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, KINDS[ACT_ORDER])
+    model = load(tmp_path)
+    assert [type(layer) for layer in model.model.layers] == [DecoderStack]
+    layer = model.model.layers[0]._layers[0]
+    assert [weight.format.name for weight in layer.qkv.weights] == ["INT4_128"] * 3
+
+
+def test_layers_whose_inputs_are_in_different_orders_are_merged_dequantised(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, KINDS[ACT_ORDER], one_order=False)
+    reference = TinyModel("tiny", str(tmp_path), model)
+    assert generate(tmp_path) == [reference.generate(*request) for request in workload()]
+    layer = load(tmp_path).model.layers[0]._layers[0]
+    assert [type(part) for part in (layer.qkv, layer.gated)] == [NativeLinear, NativeGatedLinear]
+
+
+def test_groups_that_no_kernel_has_are_dequantised_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reference = TinyModel("tiny", str(tmp_path), write_checkpoint(tmp_path, packed(4, 16)))
+    with caplog.at_level(logging.WARNING):
+        assert generate(tmp_path) == [reference.generate(*request) for request in workload()]
+    assert "14 linear layers are dequantised, to 4 MiB: packed stay groups of a multiple of 32 inputs" in caplog.text
+
+
+MODULE = "model.layers.1.mlp.up_proj"
+
+
+def put(name: str, at: int, value: float) -> Change:
+    """Change one number of a tensor."""
+
+    def change(tensors: Tensors) -> None:
+        tensors[f"{MODULE}.{name}"].view(-1)[at] = value
+
+    return change
+
+
+def cut(name: str, dimension: int = 0) -> Change:
+    """Cut off the last row or column of a tensor."""
+
+    def change(tensors: Tensors) -> None:
+        tensor = tensors[f"{MODULE}.{name}"]
+        tensors[f"{MODULE}.{name}"] = tensor.narrow(dimension, 0, tensor.shape[dimension] - 1).clone()
+
+    return change
+
+
+def drop(name: str) -> Change:
+    def change(tensors: Tensors) -> None:
+        del tensors[f"{MODULE}.{name}"]
+
+    return change
+
+
+def cast(name: str, dtype: torch.dtype) -> Change:
+    def change(tensors: Tensors) -> None:
+        tensors[f"{MODULE}.{name}"] = tensors[f"{MODULE}.{name}"].to(dtype)
+
+    return change
+
+
+def rename(old: str, new: str) -> Change:
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if old in name]:
+            tensors[name.replace(old, new)] = tensors.pop(name)
+
+    return change
+
+
+WRONG: list[tuple[str, Change, str]] = [
+    (ZEROS, drop("weight_scale"), "weight_scale' is missing, but the module is quantised"),
+    (ZEROS, drop("weight_zero_point"), "weight_zero_point' is missing, but the module is quantised"),
+    (ZEROS, cut("weight_scale", 1), "weight_scale' has the shape [512, 1], but the model needs [512, 2]"),
+    (
+        ZEROS,
+        cut("weight_packed"),
+        "weight_packed' has the shape [511, 32], but 512 outputs of 256 inputs need [512, 32]",
+    ),
+    (ZEROS, cut("weight_zero_point"), "weight_zero_point' has the shape [63, 2], but the model needs [64, 2]"),
+    (ZEROS, put("weight_shape", 1, 255), "weight_shape' is [512, 255], but the model needs [512, 256]"),
+    (ZEROS, put("weight_scale", 15, float("nan")), "weight_scale' has a scale that is not finite at [7, 1]"),
+    (ZEROS, put("weight_scale", 3, float("-inf")), "weight_scale' has a scale that is not finite at [1, 1]"),
+    (ZEROS, cast("weight_packed", torch.int64), "weight_packed' is of type int64, but must be int32"),
+    (ACT_ORDER, put("weight_g_idx", 9, 2), "weight_g_idx' has the group 2, but there are 2 groups"),
+    (ACT_ORDER, put("weight_g_idx", 9, -2), "weight_g_idx' has the group -2, but there are 2 groups"),
+    (ACT_ORDER, cut("weight_g_idx"), "weight_g_idx' has the shape [255], but the model needs [256]"),
+    (ZEROS, rename("up_proj", "experts.0.up_proj"), "is no linear layer of a LlamaForCausalLM: quantised experts"),
+    (ZEROS, lambda tensors: tensors.update({f"{MODULE}.bias": torch.ones(512)}), "bias' is not zero, but the layer of"),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "message"), WRONG)
+def test_a_wrong_file_is_refused_with_its_tensor_and_its_value(
+    kind: str, change: Change, message: str, tmp_path: Path
+) -> None:
+    write_checkpoint(tmp_path, KINDS[kind], change=change)
+    with pytest.raises(ModelLoadError) as caught:
+        load(tmp_path)
+    assert message in str(caught.value)
+
+
+def test_groups_of_unequal_size_are_refused(tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors[f"{MODULE}.weight_g_idx"][:] = torch.arange(256) // 200
+
+    write_checkpoint(tmp_path, KINDS[ACT_ORDER], change=change)
+    with pytest.raises(ModelLoadError, match="weight_g_idx' has groups of 56 to 200 inputs: all must be equal"):
+        load(tmp_path)
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, KINDS[ZEROS])
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelLoadError, match=r"cannot be loaded: .*incomplete metadata, file not fully covered"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (compressed_tensors_config("marlin-24"), "the format 'marlin-24' of compressed-tensors is not served"),
+        (
+            compressed_tensors_config("nvfp4-pack-quantized"),
+            "the format 'nvfp4-pack-quantized' of compressed-tensors is",
+        ),
+        (
+            compressed_tensors_config("pack-quantized") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparse weights (sparse-24-bitmask) are not served",
+        ),
+        (
+            compressed_tensors_config("pack-quantized", group_size=96),
+            "is for groups of 96, which do not divide 512 inputs",
+        ),
+    ],
+)
+def test_a_kind_that_is_not_served_is_refused_by_its_name(config: Any, message: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, replace(packed(4, 32), config=config))
+    with pytest.raises(ModelLoadError) as caught:
+        load(tmp_path)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_packed_weights_are_those_of_the_decompressor_of_compressed_tensors(bits: int, symmetric: bool) -> None:
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    kind = packed(bits, 64, symmetric=symmetric, dtype=torch.float32)
+    integers = draw_integers(kind, 40, 256, seed=bits)
+    tensors = kind.write(integers)
+    scheme = quantization.QuantizationScheme(
+        targets=["Linear"],
+        weights=quantization.QuantizationArgs(num_bits=bits, group_size=64, symmetric=symmetric, strategy="group"),
+    )
+    theirs = compressors.PackedQuantizationCompressor.decompress(tensors, scheme)["weight"]
+    assert torch.equal(theirs, integers.dense().float())
+    read = {name: partial(tensors.__getitem__, name) for name in tensors}
+    ours = CompressedTensorsReader(kind.config).read(ModuleTensors("m", read), 40, 256)
+    assert torch.equal(ours.dense(torch.float32), theirs)
+    assert torch.equal(ours.grouped().dense(torch.float32), theirs)

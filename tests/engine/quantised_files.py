@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,55 @@ def packed(bits: int, group: int | None, *, symmetric: bool = True, **options: A
     return Kind(config, write_packed, bits, group, symmetric, **options)
 
 
+def write_awq(integers: Integers) -> Tensors:
+    """As AWQ's `gemm`."""
+    places = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {
+        "qweight": words(integers.codes.T, 4, axis=1, order=places),
+        "qzeros": words(integers.zeros.T, 4, axis=1, order=places),
+        "scales": integers.scales.T,
+    }
+
+
+def write_gptq(integers: Integers, stored_less: int) -> Tensors:
+    """As GPTQ.
+
+    Args:
+        stored_less: 1 for version 1, which stores zero points less one; 0 for version 2.
+    """
+    return {
+        "qweight": words(integers.codes.T, integers.bits, axis=0),
+        "qzeros": words((integers.zeros.T - stored_less) % (1 << integers.bits), integers.bits, axis=1),
+        "scales": integers.scales.T,
+        "g_idx": torch.from_numpy(integers.group_of.astype(np.int32)),
+    }
+
+
+def awq(group: int, **options: Any) -> Kind:
+    config = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": group, "zero_point": True}
+    return Kind(config, write_awq, 4, group, symmetric=False, **options)
+
+
+def gptq(
+    bits: int, group: int | None, *, symmetric: bool = True, version: int = 1, named: int = 0, **options: Any
+) -> Kind:
+    """Return a kind of GPTQ.
+
+    Args:
+        version: of the zero points.
+        named: the version in the configuration. 0: the same.
+    """
+    config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group or -1,
+        "sym": symmetric,
+        "desc_act": options.get("act_order", False),
+        "checkpoint_format": "gptq_v2" if (named or version) == 2 else "gptq",
+    }
+    return Kind(config, partial(write_gptq, stored_less=2 - version), bits, group, symmetric, **options)
+
+
 KINDS: dict[str, Kind] = {
     "packed, 4 bits, groups of 32": packed(4, 32),
     "packed, 4 bits, groups of 128 with zeros": packed(4, 128, symmetric=False, dtype=torch.bfloat16),
@@ -123,6 +173,14 @@ KINDS: dict[str, Kind] = {
     "packed, 8 bits, groups of 64 with zeros": packed(8, 64, symmetric=False),
     "packed, 8 bits, rows": packed(8, None, dtype=torch.bfloat16),
     "packed, 4 bits, act-order": packed(4, 128, symmetric=False, act_order=True),
+    "awq, groups of 128": awq(128),
+    "awq, groups of 64": awq(64, dtype=torch.bfloat16),
+    "gptq 1, 4 bits": gptq(4, 128),
+    "gptq 1, 4 bits with zeros": gptq(4, 32, symmetric=False),
+    "gptq 2, 4 bits with zeros, act-order": gptq(4, 128, symmetric=False, version=2, act_order=True),
+    "gptq 2 that is named 1": gptq(4, 64, version=2, named=1),
+    "gptq 1, 8 bits, rows, act-order": gptq(8, None, symmetric=False, act_order=True),
+    "gptq 2, 8 bits": gptq(8, 128, version=2),
 }
 
 

@@ -36,6 +36,7 @@ pytestmark = [
 ]
 
 ACT_ORDER, ZEROS = "packed, 4 bits, act-order", "packed, 4 bits, groups of 128 with zeros"
+AWQ, GPTQ = "awq, groups of 128", "gptq 1, 4 bits"
 Change = Callable[[Tensors], None]
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -96,7 +97,9 @@ def put(name: str, at: int, value: float) -> Change:
     """Change one number of a tensor."""
 
     def change(tensors: Tensors) -> None:
-        tensors[f"{MODULE}.{name}"].view(-1)[at] = value
+        tensor = tensors[f"{MODULE}.{name}"].contiguous()
+        tensor.view(-1)[at] = value
+        tensors[f"{MODULE}.{name}"] = tensor
 
     return change
 
@@ -150,6 +153,30 @@ WRONG: list[tuple[str, Change, str]] = [
     (ACT_ORDER, put("weight_g_idx", 9, 2), "weight_g_idx' has the group 2, but there are 2 groups"),
     (ACT_ORDER, put("weight_g_idx", 9, -2), "weight_g_idx' has the group -2, but there are 2 groups"),
     (ACT_ORDER, cut("weight_g_idx"), "weight_g_idx' has the shape [255], but the model needs [256]"),
+    (AWQ, cut("qweight"), "qweight' has the shape [255, 64], but the model needs [256, 64]"),
+    (AWQ, drop("qzeros"), "qzeros' is missing, but the module is quantised"),
+    (AWQ, cut("scales"), "scales' has the shape [1, 512], but the model needs [256 / 128, 512]"),
+    (AWQ, put("scales", 5, float("inf")), "scales' has a scale that is not finite at [0, 5]"),
+    (
+        GPTQ,
+        cut("qweight"),
+        "qweight' has the shape [31, 512], but 512 outputs of 256 inputs need [32, 512] with 4 bits",
+    ),
+    (GPTQ, cut("qzeros", 1), "qzeros' has the shape [2, 63], but the model needs [2, 64]"),
+    (
+        GPTQ,
+        put("qzeros", 3, 0x77777787),
+        "qzeros' has zero points from 7 to 8, but those of a symmetric file must all be 7",
+    ),
+    (
+        GPTQ,
+        put("qzeros", 3, 0x66666666),
+        "qzeros' has zero points from 6 to 7, but those of a symmetric file must all be",
+    ),
+    (GPTQ, cast("qzeros", torch.float16), "qzeros' is of type float16, but must be int32"),
+    (GPTQ, cut("scales"), "g_idx' has the group 1, but there are 1 groups"),
+    (GPTQ, put("g_idx", 255, 7), "g_idx' has the group 7, but there are 2 groups"),
+    (GPTQ, drop("scales"), "scales' is missing, but the module is quantised"),
     (ZEROS, rename("up_proj", "experts.0.up_proj"), "is no linear layer of a LlamaForCausalLM: quantised experts"),
     (ZEROS, lambda tensors: tensors.update({f"{MODULE}.bias": torch.ones(512)}), "bias' is not zero, but the layer of"),
 ]
@@ -194,6 +221,10 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
             compressed_tensors_config("pack-quantized") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
             "sparse weights (sparse-24-bitmask) are not served",
         ),
+        ({"quant_method": "awq", "version": "gemv"}, "AWQ in the format 'gemv' with 4 bits is not served"),
+        ({"quant_method": "awq", "version": "marlin"}, "AWQ in the format 'marlin' with 4 bits is not served"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "the format 'marlin' of GPTQ is not served"),
+        ({"quant_method": "gptq", "is_marlin_format": True}, "the format 'marlin' of GPTQ is not served"),
         (
             compressed_tensors_config("pack-quantized", group_size=96),
             "is for groups of 96, which do not divide 512 inputs",

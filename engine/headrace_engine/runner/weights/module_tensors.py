@@ -50,6 +50,19 @@ class ModuleTensors:
             raise self.error(name, f"has a scale that is not finite at {bad[0].tolist()}")
         return scales
 
+    def scales_of_groups(self, name: str, out: int, inputs: int, group: int | None) -> torch.Tensor:
+        """Return the scales of a weight, [groups, out].
+
+        Args:
+            group: inputs of a group, -1 for all. None: as many as the shape says.
+        """
+        scales = self.scales(name)
+        groups = len(scales) if group is None else 1 if group <= 0 else inputs / group
+        if scales.shape != (groups, out) or not groups or inputs % groups:
+            wanted = "a part of the inputs" if group is None else f"{inputs} / {max(group, 1)}"
+            raise self.error(name, f"has the shape {list(scales.shape)}, but the model needs [{wanted}, {out}]")
+        return scales
+
     def order(self, name: str, groups: int, inputs: int) -> torch.Tensor | None:
         """Return the input for each place after sorting inputs by their group: int32 [inputs]. None: already sorted.
 

@@ -1,6 +1,6 @@
 """Finds the reader for a quantised checkpoint, and the quantised modules in its files."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -8,7 +8,9 @@ from typing import Any, Protocol
 from safetensors import safe_open
 
 from headrace_engine.errors import ModelLoadError
+from headrace_engine.runner.weights.awq import AWQReader
 from headrace_engine.runner.weights.compressed_tensors import CompressedTensorsReader
+from headrace_engine.runner.weights.gptq import GPTQReader
 from headrace_engine.runner.weights.integer_weight import IntegerWeight
 from headrace_engine.runner.weights.module_tensors import ModuleTensors
 
@@ -24,7 +26,11 @@ class WeightReader(Protocol):
         """Read the weight of a linear layer. Raises ModelLoadError that names the tensor."""
 
 
-_READERS = {"compressed-tensors": CompressedTensorsReader}
+_READERS: dict[str, Callable[[Mapping[str, Any]], WeightReader]] = {
+    "awq": AWQReader,
+    "gptq": GPTQReader,
+    "compressed-tensors": CompressedTensorsReader,
+}
 
 
 def reader_for(model: str, config: Mapping[str, Any]) -> WeightReader:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ class Kind:
     """A kind of checkpoint."""
 
     config: Mapping[str, Any]
-    write: Callable[[Integers], Tensors]
+    write: Callable[[Any], Tensors]
     bits: int = 4
     group: int | None = 128
     """Inputs of a group. None: all."""
@@ -52,7 +52,8 @@ class Kind:
     zeros: tuple[int, int] = (0, 16)
     """The range of zero points that are not symmetric."""
     dtype: torch.dtype = torch.float16
-    change: Callable[[Tensors], None] = field(default=lambda _: None)
+    draw: Callable[[Kind, int, int, int, int], Any] | None = None
+    """Draws a weight. None: integers."""
 
 
 def draw_integers(kind: Kind, out: int, inputs: int, seed: int, order_seed: int = 0) -> Integers:
@@ -166,6 +167,70 @@ def gptq(
     return Kind(config, partial(write_gptq, stored_less=2 - version), bits, group, symmetric, **options)
 
 
+@dataclass(frozen=True)
+class Floats:
+    """What is written for one weight in float8, w = values * scales of its block."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    """[blocks of out, blocks of in]."""
+    block: tuple[int, int]
+
+    def dense(self) -> torch.Tensor:
+        """The weight in float64."""
+        rows, columns = (torch.arange(size) // each for size, each in zip(self.values.shape, self.block, strict=True))
+        return self.values.double() * self.scales.double()[rows][:, columns]
+
+
+def draw_floats(
+    kind: Kind, out: int, inputs: int, seed: int, _: int, *, block: tuple[int | None, int | None]
+) -> Floats:
+    """Random float8 values whose weights have a standard deviation of about 0.15."""
+    draw = np.random.default_rng(seed)
+    rows, columns = block[0] or out, block[1] or inputs
+    spread = draw.uniform(0.8, 1.2, (-(-out // rows), -(-inputs // columns))) * 0.15 / 40
+    if kind.dtype is torch.float8_e8m0fnu:
+        spread = 2.0 ** np.round(np.log2(spread))
+    values = torch.from_numpy(draw.normal(0, 40, (out, inputs))).to(torch.float8_e4m3fn)
+    return Floats(values, torch.from_numpy(spread).to(kind.dtype), (rows, columns))
+
+
+def write_scaled(weight: Floats, name: str) -> Tensors:
+    return {"weight": weight.values, name: weight.scales}
+
+
+def fp8(block: tuple[int, int] | None, dtype: torch.dtype = torch.float32, *, scale_bytes: bool = False) -> Kind:
+    """Return a kind of FP8. `block`: None for one scale for all weights. `scale_bytes`: store e8m0 as uint8."""
+    config = {"quant_method": "fp8", "weight_block_size": block and list(block), "activation_scheme": "dynamic"}
+
+    def write(weight: Floats) -> Tensors:
+        scales = weight.scales.view(torch.uint8) if scale_bytes else weight.scales
+        return {"weight": weight.values, "weight_scale_inv": scales if block else scales.view(())}
+
+    return Kind(config, write, dtype=dtype, draw=partial(draw_floats, block=block or (None, None)))
+
+
+def float_quantised(strategy: str, block: tuple[int | None, int | None], **weights: Any) -> Kind:
+    config = compressed_tensors_config("float-quantized", num_bits=8, type="float", strategy=strategy, **weights)
+    write = partial(write_scaled, name="weight_scale")
+    return Kind(config, write, dtype=torch.bfloat16, draw=partial(draw_floats, block=block))
+
+
+def write_int8(integers: Integers) -> Tensors:
+    """As `int-quantized` of compressed-tensors."""
+    tensors = {"weight": torch.from_numpy(integers.codes - 128).to(torch.int8), "weight_scale": integers.scales}
+    if (integers.zeros != 128).any():
+        tensors["weight_zero_point"] = torch.from_numpy(integers.zeros - 128).to(torch.int8)
+    return tensors
+
+
+def int_quantised(*, symmetric: bool = True) -> Kind:
+    config = compressed_tensors_config("int-quantized", num_bits=8, group_size=None, symmetric=symmetric)
+    inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    config["config_groups"]["group_0"]["input_activations"] = inputs
+    return Kind(config, write_int8, 8, None, symmetric, dtype=torch.bfloat16)
+
+
 KINDS: dict[str, Kind] = {
     "packed, 4 bits, groups of 32": packed(4, 32),
     "packed, 4 bits, groups of 128 with zeros": packed(4, 128, symmetric=False, dtype=torch.bfloat16),
@@ -181,6 +246,16 @@ KINDS: dict[str, Kind] = {
     "gptq 2 that is named 1": gptq(4, 64, version=2, named=1),
     "gptq 1, 8 bits, rows, act-order": gptq(8, None, symmetric=False, act_order=True),
     "gptq 2, 8 bits": gptq(8, 128, version=2),
+    "int8": int_quantised(),
+    "int8 with zeros": int_quantised(symmetric=False),
+    "fp8, blocks": fp8((128, 128)),
+    "fp8, blocks with an edge and scales in bfloat16": fp8((96, 96), torch.bfloat16),
+    "fp8, blocks with powers of two": fp8((128, 128), torch.float8_e8m0fnu),
+    "fp8, blocks with powers of two in bytes": fp8((128, 128), torch.float8_e8m0fnu, scale_bytes=True),
+    "fp8, one scale": fp8(None),
+    "float8, outputs": float_quantised("channel", (1, None)),
+    "float8, one scale": float_quantised("tensor", (None, None)),
+    "float8, blocks": float_quantised("block", (128, 128), block_structure=[128, 128]),
 }
 
 
@@ -212,7 +287,9 @@ def write_checkpoint(
         module, _, last = name.rpartition(".")
         if last == "weight" and type(model.get_submodule(module)) is torch.nn.Linear and module != "lm_head":
             shared = module.replace("k_proj", "q_proj").replace("v_proj", "q_proj").replace("up_", "gate_")
-            integers = draw_integers(kind, *value.shape, seed, sum((shared if one_order else module).encode()))
+            out, inputs = value.shape
+            order_seed = sum((shared if one_order else module).encode())
+            integers: Any = (kind.draw or draw_integers)(kind, out, inputs, seed, order_seed)
             value.copy_(integers.dense())
             tensors.update((f"{module}.{key}", tensor) for key, tensor in kind.write(integers).items())
         else:

@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from engine.packed_models import generate, load, workload
-from engine.quantised_files import KINDS, Tensors, compressed_tensors_config, draw_integers, packed, write_checkpoint
+from engine.quantised_files import (
+    KINDS,
+    Tensors,
+    compressed_tensors_config,
+    draw_integers,
+    gptq,
+    packed,
+    write_checkpoint,
+)
 from engine.tiny_models import TinyModel
 from headrace_engine.errors import ModelLoadError
 from headrace_engine.runner.fused.decoder_stack import DecoderStack
@@ -36,7 +44,9 @@ pytestmark = [
 ]
 
 ACT_ORDER, ZEROS = "packed, 4 bits, act-order", "packed, 4 bits, groups of 128 with zeros"
+FP8, INT8 = "fp8, blocks", "int8 with zeros"
 AWQ, GPTQ = "awq, groups of 128", "gptq 1, 4 bits"
+MODULE = "model.layers.1.mlp.up_proj"
 Change = Callable[[Tensors], None]
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -47,6 +57,16 @@ def test_tokens_are_those_of_transformers_on_dequantised_weights(kind: str, tmp_
     expected = [reference.generate(prompt, max_tokens) for prompt, max_tokens in workload()]
     assert generate(tmp_path) == expected
     assert len({tuple(output) for output in expected}) > len(expected) / 2
+
+
+def values_of(layer: Any) -> torch.Tensor:
+    """The weight of a layer, by its products with unit vectors."""
+    if isinstance(layer, GroupedLinear):
+        return layer.dense()
+    with torch.no_grad():
+        units = torch.eye(layer.in_features)
+        found: torch.Tensor = (layer(units) - layer(torch.zeros(1, layer.in_features))).T
+    return found
 
 
 @kinds
@@ -60,9 +80,9 @@ def test_every_weight_has_the_value_of_the_file(
     for name, module in expected.named_modules():
         if type(module) is torch.nn.Linear:
             found = model.get_submodule(name)
-            assert isinstance(found, GroupedLinear) == (has_kernels and name != "lm_head")
-            if isinstance(found, GroupedLinear):
-                assert torch.equal(found.dense(), module.weight), name
+            stays_packed = has_kernels and name != "lm_head" and KINDS[kind].draw is None
+            assert isinstance(found, GroupedLinear) == stays_packed
+            assert torch.equal(values_of(found), module.weight), name
 
 
 def test_one_call_computes_all_layers(tmp_path: Path) -> None:
@@ -81,6 +101,22 @@ def test_layers_whose_inputs_are_in_different_orders_are_merged_dequantised(tmp_
     assert [type(part) for part in (layer.qkv, layer.gated)] == [NativeLinear, NativeGatedLinear]
 
 
+def test_the_tensors_of_a_module_decide_its_bits_and_its_group_and_whether_it_is_quantised(tmp_path: Path) -> None:
+    other = draw_integers(gptq(8, 64), 512, 256, seed=9)
+    plain, plain_weight = "model.layers.0.self_attn.k_proj", torch.full((64, 256), 0.5)
+
+    def change(tensors: Tensors) -> None:
+        tensors.update((f"{MODULE}.{name}", tensor) for name, tensor in gptq(8, 64).write(other).items())
+        for name in [name for name in tensors if name.startswith(plain)]:
+            del tensors[name]
+        tensors[f"{plain}.weight"] = plain_weight
+
+    write_checkpoint(tmp_path, KINDS[GPTQ], change=change)
+    model = load(tmp_path, enable_lora=True)
+    assert torch.equal(values_of(model.get_submodule(MODULE)), other.dense().float())
+    assert torch.equal(values_of(model.get_submodule(plain)), plain_weight)
+
+
 def test_groups_that_no_kernel_has_are_dequantised_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -88,9 +124,6 @@ def test_groups_that_no_kernel_has_are_dequantised_with_a_warning(
     with caplog.at_level(logging.WARNING):
         assert generate(tmp_path) == [reference.generate(*request) for request in workload()]
     assert "14 linear layers are dequantised, to 4 MiB: packed stay groups of a multiple of 32 inputs" in caplog.text
-
-
-MODULE = "model.layers.1.mlp.up_proj"
 
 
 def put(name: str, at: int, value: float) -> Change:
@@ -177,6 +210,12 @@ WRONG: list[tuple[str, Change, str]] = [
     (GPTQ, cut("scales"), "g_idx' has the group 1, but there are 1 groups"),
     (GPTQ, put("g_idx", 255, 7), "g_idx' has the group 7, but there are 2 groups"),
     (GPTQ, drop("scales"), "scales' is missing, but the module is quantised"),
+    (FP8, drop("weight"), "weight' is missing, but the module is quantised"),
+    (FP8, cut("weight_scale_inv", 1), "weight_scale_inv' has the shape [4, 1], but blocks of [128, 128] need [4, 2]"),
+    (FP8, put("weight_scale_inv", 5, float("nan")), "weight_scale_inv' has a scale that is not finite at [2, 1]"),
+    (FP8, cast("weight", torch.int8), "weight' is of type int8, but must be float8_e4m3fn"),
+    (INT8, drop("weight_zero_point"), "weight_zero_point' is missing, but the module is quantised"),
+    (INT8, cut("weight", 1), "weight' has the shape [512, 255], but the model needs [512, 256]"),
     (ZEROS, rename("up_proj", "experts.0.up_proj"), "is no linear layer of a LlamaForCausalLM: quantised experts"),
     (ZEROS, lambda tensors: tensors.update({f"{MODULE}.bias": torch.ones(512)}), "bias' is not zero, but the layer of"),
 ]

@@ -93,7 +93,7 @@ def test_a_gguf_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("quantisation", "named"),
     [
-        *(({"quant_method": method}, method) for method in ("fp8", "mxfp4", "bitnet", "torchao", "hqq", "quanto")),
+        *(({"quant_method": method}, method) for method in ("mxfp4", "bitnet", "torchao", "hqq", "quanto")),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
         ({"load_in_8bit": True}, "bitsandbytes"),
     ],

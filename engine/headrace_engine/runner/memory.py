@@ -22,7 +22,7 @@ from headrace_engine.system.heap import release_freed_heap
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MADV_DONTNEED = 4
 _ITEM_SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+_FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3"}  # a model in FP8 is widened
 
 
 def available_memory() -> int:

@@ -19,6 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from headrace_engine.errors import ModelLoadError
 from headrace_engine.runner.linear.grouped_linear import GroupedLinear
 from headrace_engine.runner.memory import release_unused
+from headrace_engine.runner.weights.float_weight import FloatWeight
 from headrace_engine.runner.weights.integer_weight import IntegerWeight
 from headrace_engine.runner.weights.module_tensors import ModuleTensors
 from headrace_engine.runner.weights.quantised_checkpoint import WeightReader, quantised_modules
@@ -90,7 +91,7 @@ class _Layers:
         weight = reader.read(tensors, layer.out_features, layer.in_features)
         if layer.bias is None and "bias" in tensors and bool(tensors.get("bias", *_FLOATS).any()):  # GPTQ writes zeros
             raise tensors.error("bias", "is not zero, but the layer of the model has no bias")
-        if self._packed and weight.can_stay_packed:
+        if self._packed and isinstance(weight, IntegerWeight) and weight.can_stay_packed:
             packed = GroupedLinear([weight.grouped()], layer.bias, self._dtype, batch_invariant=self._batch_invariant)
             parent, _, child = name.rpartition(".")
             setattr(self._model.get_submodule(parent), child, packed)
@@ -114,11 +115,11 @@ class _Layers:
             f"{type(self._model).__name__}: quantised experts and embeddings are not served"
         )
 
-    def _keep_dense(self, name: str, layer: nn.Linear, weight: IntegerWeight) -> None:
+    def _keep_dense(self, name: str, layer: nn.Linear, weight: IntegerWeight | FloatWeight) -> None:
         """Dequantise. transformers must not see the parameter: it would miss it in the files."""
         self._dense[name] = weight.dense(self._dtype)
         del layer.weight
-        if self._packed:
+        if self._packed and isinstance(weight, IntegerWeight):
             self._sizes.add(weight.group)
 
     def warn(self) -> None:

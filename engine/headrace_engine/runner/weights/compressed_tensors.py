@@ -1,4 +1,4 @@
-"""Reads checkpoints of compressed-tensors: `pack-quantized` with 4 and 8 bits.
+"""Reads checkpoints of compressed-tensors: `pack-quantized`, `int-quantized` and `float-quantized`.
 
 Format: `compressors/` of https://github.com/vllm-project/compressed-tensors.
 """
@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from headrace_engine.errors import ModelLoadError
+from headrace_engine.runner.weights.float_weight import FloatWeight, number_of_blocks
 from headrace_engine.runner.weights.integer_weight import IntegerWeight, unpack
 from headrace_engine.runner.weights.module_tensors import ModuleTensors
 
-_FORMATS = ("pack-quantized",)
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
 
 class CompressedTensorsReader:
@@ -26,7 +27,7 @@ class CompressedTensorsReader:
         ModelLoadError: the checkpoint has a format that is not served.
     """
 
-    marks = ("weight_packed",)
+    marks = ("weight_packed", "weight_scale")
     """The tensors that only a quantised module has."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -35,14 +36,25 @@ class CompressedTensorsReader:
             name = group.get("format") or config.get("format")
             if name not in _FORMATS:
                 raise ModelLoadError(
-                    f"the format {name!r} of compressed-tensors is not served: {', '.join(_FORMATS)} is"
+                    f"the format {name!r} of compressed-tensors is not served: {', '.join(_FORMATS)} are"
                 )
         sparse = (config.get("sparsity_config") or {}).get("format", "dense")
         if sparse != "dense":
             raise ModelLoadError(f"sparse weights ({sparse}) are not served: take a checkpoint without sparsity")
 
-    def read(self, tensors: ModuleTensors, out: int, inputs: int) -> IntegerWeight:
+    def read(self, tensors: ModuleTensors, out: int, inputs: int) -> IntegerWeight | FloatWeight:
         """Read the weight of a linear layer. Raises ModelLoadError that names the tensor."""
+        scheme = self._scheme_of(tensors.module)
+        if "weight_packed" in tensors:
+            return self._read_packed(tensors, out, inputs, scheme)
+        values = tensors.shaped("weight", (out, inputs), torch.int8, torch.float8_e4m3fn)
+        if values.dtype is torch.float8_e4m3fn:
+            return _read_floats(tensors, values, scheme)
+        scales = _scales(tensors, out, inputs, scheme)
+        zeros = _zeros(tensors, 8, scales, symmetric=scheme.get("symmetric", True))
+        return IntegerWeight(8, values.view(torch.uint8) ^ 128, scales, zeros)
+
+    def _read_packed(self, tensors: ModuleTensors, out: int, inputs: int, scheme: Mapping[str, Any]) -> IntegerWeight:
         packed = tensors.get("weight_packed", torch.int32)
         bits = next((each for each in (4, 8) if packed.shape == (out, inputs * each // 32)), None)
         if bits is None or inputs * bits % 32:
@@ -55,7 +67,6 @@ class CompressedTensorsReader:
             shape = tensors.get("weight_shape", torch.int64, torch.int32).tolist()
             if shape != [out, inputs]:
                 raise tensors.error("weight_shape", f"is {shape}, but the model needs {[out, inputs]}")
-        scheme = self._scheme_of(tensors.module)
         scales = _scales(tensors, out, inputs, scheme)
         order = None
         if "weight_g_idx" in tensors and int(tensors.get("weight_g_idx", torch.int32).min()) != -1:  # -1: unused
@@ -73,6 +84,21 @@ class CompressedTensorsReader:
 
 def _matches(target: str, module: str) -> bool:
     return bool(re.match(target[3:], module)) if target.startswith("re:") else target == module
+
+
+def _read_floats(tensors: ModuleTensors, values: torch.Tensor, scheme: Mapping[str, Any]) -> FloatWeight:
+    """Read the scales of float8 weights: one, one for each output, or one for each block."""
+    out, inputs = values.shape
+    scales = tensors.scales("weight_scale").float()
+    if scales.numel() == 1:
+        return FloatWeight(values, scales.view(1, 1), (out, inputs))
+    rows, columns = scheme.get("block_structure") or (1, inputs)
+    if scales.dim() == 1:
+        scales = scales[:, None]
+    blocks = number_of_blocks(out, inputs, (rows, columns))
+    if scales.shape != blocks:
+        raise tensors.error("weight_scale", f"has the shape {list(scales.shape)}, but the model needs {list(blocks)}")
+    return FloatWeight(values, scales, (rows, columns))
 
 
 def _scales(tensors: ModuleTensors, out: int, inputs: int, scheme: Mapping[str, Any]) -> torch.Tensor:

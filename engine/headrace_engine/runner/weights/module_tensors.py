@@ -42,9 +42,17 @@ class ModuleTensors:
             raise self.error(name, f"has the shape {list(tensor.shape)}, but the model needs {list(shape)}")
         return tensor
 
-    def scales(self, name: str) -> torch.Tensor:
-        """Return the scales of a weight. Raises ModelLoadError if one is not finite."""
-        scales = self.get(name, torch.float16, torch.bfloat16, torch.float32)
+    def scales(self, name: str, *more: torch.dtype) -> torch.Tensor:
+        """Return the scales of a weight. Raises ModelLoadError if one is not finite.
+
+        Args:
+            more: allowed types besides float16, bfloat16 and float32. uint8 stands for powers of two (e8m0).
+        """
+        scales = self.get(name, torch.float16, torch.bfloat16, torch.float32, *more)
+        if scales.dtype is torch.uint8:
+            scales = torch.exp2(scales.float() - 127)
+        elif scales.dtype is torch.float8_e8m0fnu:
+            scales = scales.float()
         bad = (~torch.isfinite(scales)).nonzero()
         if len(bad):
             raise self.error(name, f"has a scale that is not finite at {bad[0].tolist()}")

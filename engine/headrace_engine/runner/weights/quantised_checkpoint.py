@@ -10,6 +10,8 @@ from safetensors import safe_open
 from headrace_engine.errors import ModelLoadError
 from headrace_engine.runner.weights.awq import AWQReader
 from headrace_engine.runner.weights.compressed_tensors import CompressedTensorsReader
+from headrace_engine.runner.weights.float_weight import FloatWeight
+from headrace_engine.runner.weights.fp8 import FP8Reader
 from headrace_engine.runner.weights.gptq import GPTQReader
 from headrace_engine.runner.weights.integer_weight import IntegerWeight
 from headrace_engine.runner.weights.module_tensors import ModuleTensors
@@ -22,12 +24,13 @@ class WeightReader(Protocol):
     def marks(self) -> tuple[str, ...]:
         """The tensors that only a quantised module has, one of them."""
 
-    def read(self, tensors: ModuleTensors, out: int, inputs: int) -> IntegerWeight:
+    def read(self, tensors: ModuleTensors, out: int, inputs: int) -> IntegerWeight | FloatWeight:
         """Read the weight of a linear layer. Raises ModelLoadError that names the tensor."""
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], WeightReader]] = {
     "awq": AWQReader,
+    "fp8": FP8Reader,
     "gptq": GPTQReader,
     "compressed-tensors": CompressedTensorsReader,
 }
@@ -40,7 +43,7 @@ def reader_for(model: str, config: Mapping[str, Any]) -> WeightReader:
     if method not in _READERS:
         raise ModelLoadError(
             f"model {model!r} is quantised with {method}, which is not supported; served are "
-            f"{', '.join(_READERS)}, GGUF files, and weights that are not quantised"
+            f"{', '.join(_READERS)}, GGUF files, and weights that are not quantised: take one, or --engine vllm"
         )
     try:
         return _READERS[method](config)

@@ -30,7 +30,7 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> dict[st
     peak = watch.stop()
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    figures: dict[str, Any] = json.loads(output.splitlines()[-1])
+    figures: dict[str, Any] = json.loads(output.strip().splitlines()[-1])
     others = busy_seconds() - busy - (_own_seconds() - own_before)
     return figures | {"peak_tree_rss_mib": peak, "other_cores": round(max(0.0, others) / watch.seconds, 2)}
 

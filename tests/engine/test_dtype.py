@@ -8,9 +8,10 @@ import pytest
 import torch
 import transformers
 
+from engine.gguf_files import write_model
 from engine.model_families import COMMON
 from headrace_engine.options.engine_args import EngineArgs
-from headrace_engine.runner.linear import packed_linear
+from headrace_engine.runner.linear import grouped_linear, packed_linear
 from headrace_engine.runner.models.paged_model import PagedModel
 
 
@@ -46,3 +47,15 @@ def test_another_architecture_is_believed_as_oneDNN_describes_it(monkeypatch: py
     for supported in (True, False):
         monkeypatch.setattr(packed_linear, "supports", lambda _, supported=supported: supported)
         assert packed_linear.computes_bfloat16() is supported
+
+
+@pytest.mark.parametrize(("kind", "served"), [("Q4_0", "bfloat16"), ("Q6_K", "bfloat16"), ("F16", "float32")])
+def test_auto_takes_bfloat16_for_packed_weights_which_integers_multiply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, served: str
+) -> None:
+    if not grouped_linear.supported(torch.float32):
+        pytest.skip("the kernels need AVX2 or AVX-512")
+    monkeypatch.setattr(packed_linear, "computes_bfloat16", lambda: False)
+    file = write_model(tmp_path / "tiny.gguf", "llama", lambda name: kind if name.startswith("blk") else "F16")
+    config = EngineArgs(model=str(file), skip_tokenizer_init=True).create_engine_config()
+    assert PagedModel(config.model, config.cache).info.dtype == served

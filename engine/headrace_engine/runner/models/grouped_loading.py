@@ -51,6 +51,12 @@ def reason_to_dequantise(path: str, dtype: torch.dtype) -> str | None:
     return None
 
 
+def is_mostly_packed(path: str) -> bool:
+    """Return whether most weights of a GGUF file are of types that stay packed. The reader's errors pass through."""
+    sizes = [(tensor.tensor_type.name in FORMATS, int(tensor.n_elements)) for tensor in read_header(path).tensors]
+    return 2 * sum(size for packed, size in sizes if packed) > sum(size for _, size in sizes)
+
+
 @contextmanager
 def packed_weights(dtype: torch.dtype, *, batch_invariant: bool) -> Iterator[dict[str, Any]]:
     """Let transformers' `from_pretrained` keep the blocks of a GGUF file for which `reason_to_dequantise` is None.

@@ -88,19 +88,40 @@ def load_weights(
 
 def keeps_packed(config: ModelConfig, hf_config: Any, dtype: torch.dtype) -> bool:
     """Whether quantised weights stay packed on a CPU. Logs why they do not. The readers' errors pass through."""
-    if is_gguf(config.model) and Path(config.model).is_file():
-        from headrace_engine.runner.models import grouped_loading  # imports gguf, which other models do not need
-
-        kind, reason = "GGUF file", grouped_loading.reason_to_dequantise(config.model, dtype)
-    elif _quantisation(hf_config) is not None:
-        kind, reason = "checkpoint", grouped_linear.reason_to_dequantise(dtype)
-    else:
+    if not _is_quantised(config, hf_config):
         return False
-    if config.quantization is not None:
-        reason = f"its weights become {config.quantization}"
+    reason = _reason_to_dequantise(config, dtype)
     if reason is not None:
+        kind = "GGUF file" if _is_gguf_file(config) else "checkpoint"
         logger.warning("the %s is dequantised: %s", kind, reason)
     return reason is None
+
+
+def multiplies_by_integers(config: ModelConfig, hf_config: Any) -> bool:
+    """Whether most products on a CPU would be by integers in bfloat16. The readers' errors pass through."""
+    if not _is_quantised(config, hf_config) or _reason_to_dequantise(config, torch.bfloat16) is not None:
+        return False
+    from headrace_engine.runner.models import grouped_loading
+
+    return not _is_gguf_file(config) or grouped_loading.is_mostly_packed(config.model)
+
+
+def _is_gguf_file(config: ModelConfig) -> bool:
+    return is_gguf(config.model) and Path(config.model).is_file()
+
+
+def _is_quantised(config: ModelConfig, hf_config: Any) -> bool:
+    return _is_gguf_file(config) or _quantisation(hf_config) is not None
+
+
+def _reason_to_dequantise(config: ModelConfig, dtype: torch.dtype) -> str | None:
+    if config.quantization is not None:
+        return f"its weights become {config.quantization}"
+    if not _is_gguf_file(config):
+        return grouped_linear.reason_to_dequantise(dtype)
+    from headrace_engine.runner.models import grouped_loading  # imports gguf, which other models do not need
+
+    return grouped_loading.reason_to_dequantise(config.model, dtype)
 
 
 def _quantised_weights(
@@ -206,7 +227,8 @@ def resolve_dtype(config: ModelConfig, hf_config: Any, *, computes_bfloat16: boo
     """Return the type of the weights: the option's, or the checkpoint's, or bfloat16 if that type is not supported.
 
     Args:
-        computes_bfloat16: whether the device computes bfloat16 faster than float32. If not, the default is float32.
+        computes_bfloat16: whether the device computes the model faster in bfloat16 than in float32. If not, the
+            default is float32.
     """
     if config.dtype != "auto":
         return _DTYPES[config.dtype]

@@ -69,7 +69,12 @@ class PagedModel:
     ) -> None:
         self._device = device
         hf_config = loading.load_config(config)
-        computes_bfloat16 = device.type != "cpu" or packed_linear.computes_bfloat16()
+        with permanent_errors(config.model, "loaded"):
+            computes_bfloat16 = (
+                device.type != "cpu"
+                or packed_linear.computes_bfloat16()
+                or (packed and config.dtype == "auto" and loading.multiplies_by_integers(config, hf_config))
+            )
         dtype = loading.resolve_dtype(config, hf_config, computes_bfloat16=computes_bfloat16)
         max_model_len = loading.resolve_max_model_len(config, hf_config)
         loading.check_architecture(config, hf_config)

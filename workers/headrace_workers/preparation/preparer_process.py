@@ -30,6 +30,8 @@ TURN_SECONDS: Final = 0.01
 _RESTART_SECONDS: Final = 1.0
 _MAX_DEATHS: Final = 2
 _PIPE_BYTES: Final = 1 << 20
+_MALLOC: Final = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+"""glibc otherwise raises this threshold when a large block is freed, and then keeps such blocks: 20 MB more for Gemma."""
 
 Answer = Callable[[int, list[Any]], None]
 """Takes a request's number, and the kind and values of its answer; see `process.py`."""
@@ -86,6 +88,7 @@ class PreparerProcess:
             stdout=subprocess.PIPE,
             process_group=0,
             bufsize=0,
+            env=_MALLOC | os.environ,
         )
         assert process.stdin is not None and process.stdout is not None
         for pipe in (process.stdin, process.stdout):

@@ -54,6 +54,12 @@ class HeaderReader(GGUFReader):
                 self.fields[name] = field._replace(data=field.data[:1])
         return end
 
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        if int(offset) + np.dtype(dtype).itemsize * int(count) > len(self.data):
+            size = len(self.data)
+            raise ValueError(f"it has {size} bytes and ends within its header: it is truncated; fetch it again")
+        return super()._get(offset, dtype, count, override_order)
+
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)

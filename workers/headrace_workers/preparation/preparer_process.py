@@ -31,7 +31,7 @@ _RESTART_SECONDS: Final = 1.0
 _MAX_DEATHS: Final = 2
 _PIPE_BYTES: Final = 1 << 20
 _MALLOC: Final = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-"""glibc otherwise raises this threshold when a large block is freed, and then keeps such blocks: 20 MB more for Gemma."""
+"""Otherwise glibc raises this threshold when a large block is freed, and then keeps such blocks, 20 MB for Gemma 3."""
 
 Answer = Callable[[int, list[Any]], None]
 """Takes a request's number, and the kind and values of its answer; see `process.py`."""

@@ -43,6 +43,10 @@ def load_config(config: ModelConfig) -> Any:
     """Return the transformers config of the model. Raises ModelLoadError that names the model."""
     with permanent_errors(config.model, "read", unreadable), quick_reads(config.model):
         source, options = pretrained_source(config.model, config.revision)
+        if is_gguf(config.model):
+            from headrace_engine.checkpoints.gguf_checks import check_header  # imports gguf
+
+            check_header(config.model)
         hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code, **options)
     generation.drop_foreign_pad_token(hf_config)
     return hf_config
@@ -76,12 +80,21 @@ def load_weights(
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below: transformers' error does not name the tensors
             **options,
             **quantisation,
         )
+    for tensor, found, expected in sorted(report["mismatched_keys"]):
+        raise ModelLoadError(
+            f"tensor {tensor!r} of {config.model!r} has the size {list(found)}, but the configuration needs "
+            f"{list(expected)}: fetch or convert the model again"
+        )
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would initialise them at random
-        raise ModelLoadError(f"model {config.model!r} lacks {len(missing)} weights, the first is {missing[0]!r}")
+        raise ModelLoadError(
+            f"model {config.model!r} lacks {len(missing)} weights, the first is {missing[0]!r}: "
+            "fetch or convert it again"
+        )
     _check_class(config, type(model), hf_config)  # code from the folder of the model is loaded only now
     return model.eval()
 

@@ -29,7 +29,7 @@ def check_header(path: str) -> None:
         beginning = file.read(8)
     if beginning[:4] != _MAGIC:
         raise ValueError(f"it begins with {beginning[:4]!r}, not with {_MAGIC!r}: it is no GGUF file; fetch it again")
-    versions = [int.from_bytes(beginning[4:], order) for order in ("little", "big")]  # type: ignore[arg-type]
+    versions = [int.from_bytes(beginning[4:], order) for order in ("little", "big")]
     if not set(versions) & set(_VERSIONS):
         raise ValueError(f"it is of GGUF version {min(versions)}, supported are 2 and 3: convert the model again")
     _check_fields(read_header(path))

@@ -35,8 +35,9 @@ from headrace_engine.runner.contracts import ModelInfo, RunnerCapabilities, Step
 from headrace_engine.text.tokenizer import ModelTokenizer
 from headrace_engine.text.tokenizer_loader import parts_of, read_tokenizer
 from headrace_monitoring.metrics import Metrics
+from headrace_workers.requests.engine_outputs import TextOutputs
+from headrace_workers.requests.generate_job import ChoiceRecord, GenerateJob
 from headrace_workers.requests.in_flight import InFlight
-from headrace_workers.requests.job import ChoiceRecord, Job
 from headrace_workers.requests.settlement import Settlement
 from headrace_workers.requests.streams import Publisher
 from headrace_workers.requests.tracing import RequestTracing
@@ -146,7 +147,7 @@ def worker_microseconds(tokenizer: ModelTokenizer, chunks: int) -> list[float]:
         engine: Any = _NoEngine(tokenizer)
         settlement = Settlement(writer, metrics, _forget_result, tracing, on_refused=lambda _reason: None)
         in_flight = InFlight(client, writer, engine, settlement, metrics, tracing, max_num_seqs=chunks)
-        in_flight.use_engine(EngineCapabilities.of_everything())
+        in_flight.use_engine(EngineCapabilities.of_everything(), TextOutputs(tokenizer))
         for number in range(chunks):
             in_flight.start(_job(writer, tokenizer, f"{number:032x}"), None, lambda _job: None)
         choice_ids = [choice.request_id for job in in_flight for choice in job.request.choices]
@@ -163,7 +164,7 @@ def worker_microseconds(tokenizer: ModelTokenizer, chunks: int) -> list[float]:
         return figures
 
 
-def _job(writer: StreamWriter, tokenizer: ModelTokenizer, request_id: str) -> Job:
+def _job(writer: StreamWriter, tokenizer: ModelTokenizer, request_id: str) -> GenerateJob:
     info = ModelInfo(
         vocab_size=tokenizer.backend.get_vocab_size(),
         max_model_len=_MAX_MODEL_LEN,
@@ -179,7 +180,7 @@ def _job(writer: StreamWriter, tokenizer: ModelTokenizer, request_id: str) -> Jo
     claim = writer.claim(request_id, "host-path")
     choices = [ChoiceRecord() for _ in request.choices]
     message: Any = _NoMessage()
-    return Job(message, request, claim.attempt, choices, queued_at=None)
+    return GenerateJob(celery_request=message, request=request, attempt=claim.attempt, choices=choices, queued_at=None)
 
 
 class _NoEngine:

@@ -1,6 +1,6 @@
 """The keyword arguments of the pooling tasks: inputs for which a model computes one row of numbers each."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
@@ -223,3 +223,17 @@ _CONTRADICTIONS: Final[Mapping[PoolingTask, Callable[[Mapping[str, Any]], Iterat
     "score": _score,
     "classify": _classify,
 }
+
+_DOES: Final = {
+    "generate": ("generates", "does not generate"),
+    "embed": ("computes embeddings", "does not compute embeddings"),
+    "score": ("scores pairs", "does not score pairs"),
+    "classify": ("classifies texts", "does not classify texts"),
+}
+
+
+def wrong_task(model: str, serves: Sequence[str], asked: str) -> str:
+    """Return the refusal of a task that the model does not serve. A task is `generate` or a pooling task."""
+    does = " and ".join(_DOES[task][0] for task in serves)
+    instead = " or ".join(f"headrace.{task}" for task in serves)
+    return f"model {named(model)} {does}; it {_DOES[asked][1]}: use the task {instead}"

@@ -15,7 +15,7 @@ from headrace_workers.celery.bootsteps import EngineConsumerStep, EngineStep
 from headrace_workers.celery.connection import WorkerAMQP
 from headrace_workers.celery.control_messages import WorkerControl
 from headrace_workers.celery.result_backend import BACKENDS
-from headrace_workers.celery.task import GenerateTask
+from headrace_workers.celery.task import TASKS
 from headrace_workers.errors import WorkerSettingsError
 from headrace_workers.settings import WorkerSettings
 
@@ -34,7 +34,8 @@ def create_app(settings: WorkerSettings) -> Celery:
     app.conf.update(worker_pool="solo", worker_concurrency=1, worker_enable_remote_control=True)
     app.conf.worker_disable_rate_limits = True  # a limit would hold leased messages in Celery's own queue
     app.conf.worker_consumer = "headrace_workers.celery.consumer:EngineConsumer"
-    app.register_task(GenerateTask(settings))
+    for task in TASKS:
+        app.register_task(task(settings))
     # Celery's own tasks run and publish anything that their arguments name, with this worker's rights, on its thread.
     for name in [name for name in app.tasks if name.startswith("celery.")]:
         app.tasks.unregister(name)

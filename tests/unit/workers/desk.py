@@ -176,7 +176,7 @@ class Desk:
         assert self.dispatcher.is_idle
         assert self.admission.free_slots() == 4
         assert self.value("headrace_requests_in_flight") == 0
-        assert len(self.in_flight._output_processor) == 0
+        assert len(self.in_flight._outputs) == 0
         assert self.hub.pending() == []
 
     def value(self, name: str, **labels: str) -> float:

@@ -18,6 +18,7 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 
 from headrace_broker.keys import PROBE_KEY
+from headrace_broker.messages import TASK_NAME
 from headrace_broker.queue.worker_port import DeliveryInfo
 from headrace_broker.scripts import script
 from headrace_engine.core.outputs import STEP_STATS, EngineCoreOutput, EngineCoreOutputs, StepStats
@@ -227,6 +228,7 @@ class FakeCeleryRequest:
         **headers: Any,
     ) -> None:
         self.id = request_id
+        self.task_name: str = headers.pop("task_name", TASK_NAME)
         kwargs = kwargs if kwargs is not None else {"prompt": "abc", "sampling_params": {"max_tokens": 4}}
         self.body: bytes = msgpack.packb([[], kwargs, {}])
         self.content_type, self.content_encoding = "application/x-msgpack", "binary"

@@ -17,7 +17,7 @@ from headrace_engine.requests.sampling_params import RequestOutputKind, Sampling
 from headrace_engine.text.tokenizer import ModelTokenizer
 from headrace_engine.text.tokenizer_parts import TokenizerParts
 from headrace_workers.preparation.intake import Incoming, Intake, RefusedError, seed_of
-from headrace_workers.requests.streams import job_of
+from headrace_workers.requests.streams import generate_job_of
 from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTokenizer
 
 
@@ -179,6 +179,6 @@ def test_a_job_begins_after_the_entries_of_its_stream(intake: Intake) -> None:
     entries = [ChunkEvent("1-2", 1, 2, 0, [10, 11], "ab")]
     claim = StreamClaim(2, list(entries), None)
     request = InputProcessor(MODEL, FakeTokenizer()).process("r1", "abc", SamplingParams())  # type: ignore[arg-type]
-    job = job_of(read, request, claim, FakeCeleryRequest(), ModelIdentity("tiny"), None, None)
+    job = generate_job_of(read, request, claim, FakeCeleryRequest(), ModelIdentity("tiny"), None, None)
     assert (job.attempt, job.num_tokens, job.queued_at) == (2, 2, 1000.0)
     assert job.core_requests()[0].output_token_ids == [10, 11]

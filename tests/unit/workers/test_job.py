@@ -10,14 +10,25 @@ from headrace_broker.streams.events import ChunkEvent, EndEvent, StartEvent, Str
 from headrace_engine.api.input_processor import InputProcessor
 from headrace_engine.requests.outputs import CompletionOutput, Logprob, RequestOutput
 from headrace_engine.requests.sampling_params import SamplingParams
-from headrace_workers.requests.job import Job, recorded_choices, recorded_prompt_logprobs, recorded_result
+from headrace_workers.requests.generate_job import (
+    GenerateJob,
+    recorded_choices,
+    recorded_prompt_logprobs,
+    recorded_result,
+)
 from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTimer, FakeTokenizer
 
 
-def make_job(n: int = 1, attempt: int = 1, entries: list[StreamEvent] | None = None) -> Job:
+def make_job(n: int = 1, attempt: int = 1, entries: list[StreamEvent] | None = None) -> GenerateJob:
     processor = InputProcessor(MODEL, FakeTokenizer())  # type: ignore[arg-type]
     request = processor.process("r1", "abc", SamplingParams(n=n, seed=5, max_tokens=9))
-    return Job(FakeCeleryRequest(), request, attempt, recorded_choices(entries or [], n), queued_at=None)
+    return GenerateJob(
+        celery_request=FakeCeleryRequest(),
+        request=request,
+        attempt=attempt,
+        choices=recorded_choices(entries or [], n),
+        queued_at=None,
+    )
 
 
 def output(token_ids: list[int], text: str, index: int = 0, **more: Any) -> CompletionOutput:

@@ -9,8 +9,10 @@ from typing import Any
 import msgpack
 import pytest
 
+from headrace_broker.messages import TASK_NAME
 from headrace_engine.api.input_processor import InputProcessor
-from headrace_workers.preparation.intake import PlainRequests
+from headrace_workers.preparation.intake import Intake
+from headrace_workers.preparation.plain_requests import PlainRequests
 from unit.workers.desk import Desk
 from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTokenizer
 
@@ -26,7 +28,7 @@ class CountingTokenizer(FakeTokenizer):
 def prepare(kwargs: Any, body: bytes | None = None, tokenizer: FakeTokenizer | None = None) -> Any:
     processor = InputProcessor(MODEL, tokenizer or FakeTokenizer())  # type: ignore[arg-type]
     packed = body if body is not None else msgpack.packb([[], kwargs, {}])
-    return PlainRequests(processor, ["tiny"]).prepare("r1", "application/x-msgpack", packed)
+    return PlainRequests(Intake(processor, ["tiny"])).prepare("r1", "application/x-msgpack", packed, TASK_NAME)
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def sent(desk: Desk) -> list[str]:
 )
 def test_a_plain_request_is_prepared_as_in_a_process(kwargs: Any) -> None:
     desk = Desk()
-    answer = desk.quick.preparer.answer("r1", "application/x-msgpack", msgpack.packb([[], kwargs, {}]))
+    answer = desk.quick.preparer.answer("r1", "application/x-msgpack", msgpack.packb([[], kwargs, {}]), TASK_NAME)
     assert ["prepared", asdict(prepare(kwargs))] == answer
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgpack
 import pytest
 
+from headrace_broker.messages import TASK_NAME
 from headrace_workers.engine_link.adapters import Adapters
 from headrace_workers.preparation import preparation
 from headrace_workers.preparation.file_lookups import FileLookups
@@ -390,4 +391,4 @@ def test_a_large_body_is_not_decoded_on_the_event_loop(held: Desk) -> None:
     request.body = msgpack.packb([[], {"x": [{}] * 100_000}, {}])
     held.accept(request)
     (values,) = held.slow.submitted.values()
-    assert values == ["r1", "application/x-msgpack", request.body]
+    assert values == ["r1", "application/x-msgpack", request.body, TASK_NAME]

@@ -16,6 +16,7 @@ import pytest
 from kombu.asynchronous import Hub
 from kombu.serialization import dumps
 
+from headrace_broker.messages import TASK_NAME
 from headrace_engine.options.capabilities import EngineCapabilities
 from headrace_workers.preparation import preparer_process
 from headrace_workers.preparation.preparer_process import PreparerProcess
@@ -73,7 +74,7 @@ class Attached:
     def submit(self, kwargs: Any, *, body: bytes | None = None) -> int:
         number = next(self.numbers)
         body = body if body is not None else msgpack.packb([[], kwargs, {}])
-        self.process.submit(number, ["r", "application/x-msgpack", body])
+        self.process.submit(number, ["r", "application/x-msgpack", body, TASK_NAME])
         return number
 
     def wait(self, *numbers: int) -> list[list[Any]]:
@@ -144,7 +145,7 @@ def test_a_feature_that_the_engine_lacks_is_refused_by_name(make_process: Callab
 def test_nothing_but_data_is_ever_decoded(make_process: Callable[..., Attached]) -> None:
     attached = make_process()
     content_type, _, body = dumps([[], {"prompt": "abc"}, {}], "pickle")
-    attached.process.submit(7, ["r", content_type, body])
+    attached.process.submit(7, ["r", content_type, body, TASK_NAME])
     [(kind, problem)] = attached.wait(7)
     assert kind == "undecodable"
     assert problem.startswith("its content-type is application/x-python-serialize; accepted are")

@@ -1,4 +1,4 @@
-"""Celery's consumer and strategy: they pass messages of `headrace.generate` to the worker's `Admission`.
+"""Celery's consumer and strategy: they pass messages of Headrace's tasks to the worker's `Admission`.
 
 `EngineConsumer` dead-letters messages that it cannot use, and sends its events in batches. Celery's default strategy
 handles revocation, expiry and events. It gets `EnginePool` in place of Celery's pool. Requests take no slots of a pool,
@@ -19,11 +19,10 @@ from kombu.exceptions import OperationalError
 
 from headrace_broker.content import require_accepted, shown_encoding, shown_type
 from headrace_broker.errors import MalformedMessageError
-from headrace_broker.messages import TASK_NAME
 from headrace_broker.queue.worker_port import DELIVERY, DeliveryInfo
 from headrace_broker.server.connections import REDIS_ERRORS
 from headrace_wire.codes import DeadLetterReason
-from headrace_workers.celery.task import EngineRequest
+from headrace_workers.celery.task import TASKS, EngineRequest
 from headrace_workers.preparation.intake import MALFORMED
 from headrace_workers.requests.admission import Admission
 
@@ -56,7 +55,7 @@ class EngineConsumer(Consumer):
 
         Celery would store a failure under the id in the message, which may be the id of another request.
         """
-        self._refuse(message, f"its task is not {TASK_NAME}, the only one of this queue")
+        self._refuse(message, f"its task is none of {', '.join(task.name for task in TASKS)}")
 
     def _refuse(self, message: Any, why: str, reason: DeadLetterReason = DeadLetterReason.REJECTED) -> None:
         """Log the message without its contents and dead-letter it."""

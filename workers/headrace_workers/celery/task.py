@@ -1,4 +1,4 @@
-"""The Celery task `headrace.generate`, and its Celery request for one received message."""
+"""The Celery tasks of a worker, and their Celery request for one received message."""
 
 import time
 from contextvars import ContextVar
@@ -219,3 +219,25 @@ class GenerateTask(Task):
 
     def run(self, *_args: Any, **_kwargs: Any) -> dict[str, Any]:
         return OUTCOME.get()
+
+
+class EmbedTask(GenerateTask):
+    """Computes embeddings."""
+
+    name = "headrace.embed"
+
+
+class ScoreTask(GenerateTask):
+    """Scores pairs of texts."""
+
+    name = "headrace.score"
+
+
+class ClassifyTask(GenerateTask):
+    """Classifies texts."""
+
+    name = "headrace.classify"
+
+
+TASKS: Final = (GenerateTask, EmbedTask, ScoreTask, ClassifyTask)
+"""Every worker registers all of them: it answers a task that its model does not serve with a refusal."""

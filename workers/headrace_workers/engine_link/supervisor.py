@@ -12,6 +12,7 @@ from headrace_engine.core.process import EngineCoreProcess
 from headrace_engine.errors import ConfigError, EngineDeadError, ModelLoadError
 from headrace_engine.options.capabilities import EngineCapabilities
 from headrace_engine.options.config import EngineConfig
+from headrace_engine.requests.pooling_request import PoolingCoreRequest
 from headrace_engine.requests.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.text.tokenizer import ModelTokenizer
@@ -110,7 +111,7 @@ class EngineSupervisor:
         elif self._restart_at is not None:
             self._await_restart()  # Celery cancels timers that were set while it tried to connect
 
-    def send(self, requests: Iterable[EngineCoreRequest]) -> None:
+    def send(self, requests: Iterable[EngineCoreRequest | PoolingCoreRequest]) -> None:
         """Send requests to the engine if it is ready. Otherwise `on_engine_ready` sends all unfinished requests."""
         if not self.is_ready or self._process is None:
             return

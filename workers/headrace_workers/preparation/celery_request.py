@@ -18,6 +18,7 @@ class CeleryRequest(Protocol):
     """
 
     id: str
+    task_name: str
     request_dict: Mapping[str, Any]
     """The headers."""
     delivery_info: Mapping[str, Any]

@@ -1,7 +1,6 @@
 """Reads messages: `Incoming` holds the headers, and `Intake` checks the body.
 
-For most messages, `Intake` runs in a preparation process. For plain requests, `PlainRequests` runs it on the event
-loop. A plain request has a short prompt that is no chat, and sampling parameters that are numbers or lists of stops.
+For most messages, `Intake` runs in a preparation process. `plain_requests.py` has the others.
 """
 
 import hashlib
@@ -9,11 +8,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 from headrace_broker.client.tracing import CONTEXT_HEADERS
-from headrace_broker.content import loads
-from headrace_broker.messages import GenerateRequest
+from headrace_broker.messages import TASK_NAME, GenerateRequest
 from headrace_broker.results import ErrorInfo
 from headrace_broker.streams.listeners import is_abandon_after
 from headrace_engine.api.input_processor import InputProcessor
@@ -21,6 +19,7 @@ from headrace_engine.requests.sampling_params import RequestOutputKind, Sampling
 from headrace_engine.text.chat import ChatOptions
 from headrace_wire.codes import ErrorCode
 from headrace_wire.errors import InvalidRequestError
+from headrace_wire.pooling import wrong_task
 from headrace_wire.values import is_unicode
 from headrace_workers.errors import HeadraceWorkerError
 from headrace_workers.preparation.celery_request import CeleryRequest
@@ -128,6 +127,14 @@ class Prepared:
     prompt_tail: str | None
     """The end of a rendered chat; None for other prompts."""
 
+    @property
+    def num_choices(self) -> int:
+        return int(self.params.get("n", 1))
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
 
 class Intake:
     """Checks whether the engine can serve a message's body. It has no side effects."""
@@ -136,25 +143,19 @@ class Intake:
         self._processor = processor
         self._served_names = served_names
 
-    def process(self, request_id: str, body: Any) -> Prepared:
+    def process(self, request_id: str, body: Any, task_name: str = TASK_NAME) -> Prepared:
         """Check a decoded body and tokenise its prompt.
 
         Raises:
             RefusedError: with the error code and message for the client.
         """
-        if not _is_protocol_2(body):
-            raise RefusedError(ErrorCode.INVALID_REQUEST, MALFORMED)
-        args, kwargs, embed = body
-        if any(embed.values()):
-            raise RefusedError(ErrorCode.INVALID_REQUEST, _LINKED)
-        if args:
-            raise RefusedError(ErrorCode.INVALID_REQUEST, "positional arguments are not allowed; use keyword arguments")
+        kwargs = kwargs_of(body)
+        if task_name != TASK_NAME:
+            asked = task_name.removeprefix("headrace.")
+            raise RefusedError(ErrorCode.UNSUPPORTED, wrong_task(self._served_names[0], ["generate"], asked))
         try:
             request = GenerateRequest.parse(kwargs)
-            if request.model is not None and request.model not in self._served_names:
-                served = " and ".join(self._served_names)
-                message = f"model {request.model!r} is not served here; this queue serves {served}"
-                raise RefusedError(ErrorCode.MODEL_NOT_FOUND, message)
+            check_model(request.model, self._served_names)
             return self._check(request_id, request)
         except InvalidRequestError as error:
             raise RefusedError(error.code, str(error)) from error
@@ -183,6 +184,26 @@ class Intake:
             lora=request.lora,
             prompt_tail=(checked.text or "")[-PROMPT_TAIL_CHARS:] if request.messages is not None else None,
         )
+
+
+def kwargs_of(body: Any) -> dict[str, Any]:
+    """Return the keyword arguments in a decoded body. Raises RefusedError."""
+    if not _is_protocol_2(body):
+        raise RefusedError(ErrorCode.INVALID_REQUEST, MALFORMED)
+    args, kwargs, embed = body
+    if any(embed.values()):
+        raise RefusedError(ErrorCode.INVALID_REQUEST, _LINKED)
+    if args:
+        raise RefusedError(ErrorCode.INVALID_REQUEST, "positional arguments are not allowed; use keyword arguments")
+    return dict(kwargs)
+
+
+def check_model(model: str | None, served_names: Sequence[str]) -> None:
+    """Raise RefusedError if the request names a model that is not served."""
+    if model is not None and model not in served_names:
+        served = " and ".join(served_names)
+        message = f"model {model!r} is not served here; this queue serves {served}"
+        raise RefusedError(ErrorCode.MODEL_NOT_FOUND, message)
 
 
 def check_tools(request: GenerateRequest, processor: InputProcessor) -> None:
@@ -241,42 +262,3 @@ def _seconds(value: Any) -> float | None:
 def seed_of(request_id: str) -> int:
     """Make the seed of a request that has none: a 64-bit digest of its id."""
     return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "big", signed=True)
-
-
-_MAX_BODY_BYTES: Final = 4096
-_MAX_CHARS: Final = 1000
-"""A tokenizer takes at most 2 ms for a prompt of this length."""
-_FIELDS: Final = {"prompt", "prompt_token_ids", "sampling_params", "model", "lora"}
-_LISTS: Final = ("stop", "stop_token_ids")
-
-
-class PlainRequests:
-    """Prepares plain requests, which need no process.
-
-    Args:
-        processor: has no logits processors, because those may take any time to check a request.
-    """
-
-    def __init__(self, processor: InputProcessor, served_names: Sequence[str]) -> None:
-        self._intake = Intake(processor, served_names)
-
-    def prepare(self, request_id: str, content_type: str, body: bytes | str) -> Prepared | None:
-        """Prepare a request. Returns None if it is not plain, or is invalid: a process then handles it."""
-        if len(body) > _MAX_BODY_BYTES:
-            return None
-        try:
-            decoded = loads(body, content_type)
-            return self._intake.process(request_id, decoded) if _is_plain(decoded) else None
-        except Exception:  # noqa: BLE001  # the process raises it again, and answers the request
-            return None
-
-
-def _is_plain(body: Any) -> bool:
-    _, kwargs, _ = body
-    if not kwargs.keys() <= _FIELDS:
-        return False
-    prompt = kwargs.get("prompt")
-    if prompt is not None and not (isinstance(prompt, str) and len(prompt) <= _MAX_CHARS):
-        return False
-    params = kwargs.get("sampling_params") or {}
-    return all(name in _LISTS or value is None or isinstance(value, int | float) for name, value in params.items())

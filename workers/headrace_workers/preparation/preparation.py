@@ -24,7 +24,9 @@ from headrace_wire.codes import ErrorCode
 from headrace_workers.engine_link.adapters import Adapters
 from headrace_workers.preparation.celery_request import CeleryRequest
 from headrace_workers.preparation.file_lookups import FileLookups
-from headrace_workers.preparation.intake import Incoming, PlainRequests, Prepared, RefusedError
+from headrace_workers.preparation.intake import Incoming, Prepared, RefusedError
+from headrace_workers.preparation.plain_requests import PlainRequests
+from headrace_workers.preparation.pooling_intake import PreparedInputs
 from headrace_workers.preparation.preparer_process import MakeProcess
 from headrace_workers.preparation.process import QUICK_BODY_BYTES
 from headrace_workers.preparation.tokenizer_answers import error_answer
@@ -48,7 +50,7 @@ class Preparing:
     incoming: Incoming
     celery_request: CeleryRequest
     is_slow: bool = False
-    prepared: Prepared | None = None
+    prepared: Prepared | PreparedInputs | None = None
     """Set while the message waits only for its adapter."""
     since: float = field(default_factory=time.monotonic)
     """Monotonic time at which the search for the adapter began."""
@@ -60,7 +62,7 @@ class Preparing:
     @property
     def body(self) -> list[Any]:
         request = self.celery_request
-        return [self.request_id, request.content_type, request.body]
+        return [self.request_id, request.content_type, request.body, request.task_name]
 
 
 class Preparation:
@@ -82,7 +84,7 @@ class Preparation:
         served_name: str,
         *,
         max_messages: int,
-        ready: Callable[[Preparing, Prepared, LoRARequest | None], None],
+        ready: Callable[[Preparing, Prepared | PreparedInputs, LoRARequest | None], None],
         refused: Callable[[Preparing, Exception], None],
         undecodable: Callable[[Preparing, str], None],
         postponed: Callable[[Preparing], None],
@@ -116,6 +118,11 @@ class Preparation:
     def num_choices(self) -> int:
         """Number of choices of the held messages, as the queue has recorded it."""
         return sum(message.celery_request.delivery.choices for message in self._held.values())
+
+    @property
+    def num_body_bytes(self) -> int:
+        """Size of the bodies of the held messages."""
+        return sum(len(message.celery_request.body) for message in self._held.values())
 
     @property
     def is_failing(self) -> bool:
@@ -154,7 +161,7 @@ class Preparation:
         else:
             self._begin_slow(message)
 
-    def _prepare_plain(self, message: Preparing) -> Prepared | None:
+    def _prepare_plain(self, message: Preparing) -> Prepared | PreparedInputs | None:
         """Prepare a plain request on this thread. Returns None if a process must prepare it.
 
         It must not overtake messages of the quick process, so while there are any, a process prepares it.
@@ -230,7 +237,8 @@ class Preparation:
         if kind == "slow":
             self._begin_slow(message)
         elif kind == "prepared":
-            self._find_adapter(message, Prepared(**values[0]))
+            is_pooling = "inputs" in values[0]
+            self._find_adapter(message, PreparedInputs(**values[0]) if is_pooling else Prepared(**values[0]))
         else:
             self.drop(message)
             if kind == "undecodable":
@@ -274,7 +282,7 @@ class Preparation:
 
     # -- adapters -------------------------------------------------------------------------------------------------
 
-    def _find_adapter(self, message: Preparing, prepared: Prepared) -> None:
+    def _find_adapter(self, message: Preparing, prepared: Prepared | PreparedInputs) -> None:
         if prepared.lora is None:
             self.drop(message)
             self._ready(message, prepared, None)

@@ -20,7 +20,8 @@ from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.text.chat_template import import_chat_templates
 from headrace_engine.text.tokenizer import ModelTokenizer
 from headrace_monitoring.logging import frames as frames_of
-from headrace_workers.preparation.intake import Intake, RefusedError
+from headrace_workers.preparation.intake import RefusedError
+from headrace_workers.preparation.plain_requests import intake_of
 from headrace_workers.preparation.tokenizer_answers import TokenizerAnswers
 
 _QUICK_CPU_SECONDS: Final = 0.1
@@ -51,15 +52,15 @@ class Preparer:
     ) -> None:
         self._cpu_seconds = cpu_seconds
         self._processor = processor
-        self._intake = Intake(processor, served_names)
+        self._intake = intake_of(processor, tokenizer, served_names)
         self._tokenizer_answers = TokenizerAnswers(processor, tokenizer)
         self._quick_seconds = _QUICK_CPU_SECONDS if is_quick else None
 
-    def answer(self, request_id: str, content_type: str, body: bytes | str) -> list[Any]:
+    def answer(self, request_id: str, content_type: str, body: bytes | str, task_name: str) -> list[Any]:
         """Prepare one request. Returns the kind and the values of the answer."""
         try:
             with _within(self._cpu_seconds, self._quick_seconds):
-                prepared = self._intake.process(request_id, loads(body, content_type))
+                prepared = self._intake.process(request_id, loads(body, content_type), task_name)
         except MalformedMessageError as error:
             return ["undecodable", str(error)]
         except NotQuickError:

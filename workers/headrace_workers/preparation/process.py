@@ -3,7 +3,7 @@
 Each of these steps can take seconds, and no check can predict it. In this process they delay no lease renewal, no
 stream and no probe. `preparer_process.py` is the parent's side. Both write msgpack frames with a length prefix:
 
-    parent -> child   {settings}, once; [number, request id, content type, body];
+    parent -> child   {settings}, once; [number, request id, content type, body, name of the task];
                       [0, grammar, problem or nil]: the verdict of another process;
                       [number below 0, kind, body]: a tokenizer call
     child -> parent   [0], once, when it can prepare requests; [number, kind, values ...]; [0, grammar, problem or nil]

@@ -7,7 +7,7 @@ streams, `in_flight.py` runs the requests.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,12 +22,14 @@ from headrace_broker.server.connections import REDIS_ERRORS
 from headrace_broker.streams.writer import StreamWriter
 from headrace_engine.api.input_processor import CheckedPrompt, ProcessedRequest
 from headrace_engine.requests.lora_request import LoRARequest
+from headrace_engine.requests.pooling_request import PoolingCoreRequest
 from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_monitoring.logging import frames
 from headrace_monitoring.metrics import Metrics
 from headrace_wire.codes import DeadLetterReason, ErrorCode
 from headrace_workers.preparation.celery_request import CeleryRequest
 from headrace_workers.preparation.intake import Incoming, Prepared, RefusedError
+from headrace_workers.preparation.pooling_intake import PreparedInputs
 from headrace_workers.preparation.preparation import POSTPONE_SECONDS, Preparation, PreparationError, Preparing
 from headrace_workers.preparation.preparer_process import MakeProcess
 from headrace_workers.requests.engine_watch import EngineWatch
@@ -36,6 +38,7 @@ from headrace_workers.requests.preemption import Preemption
 from headrace_workers.requests.service_state import ServedModel, ServiceState
 from headrace_workers.requests.settlement import Settlement
 from headrace_workers.requests.streams import StreamClaims
+from headrace_workers.requests.token_credit import BYTES_PER_TOKEN, TokenCredit
 from headrace_workers.requests.tracing import RequestTracing
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
@@ -84,6 +87,10 @@ class Admission:
             postponed=self._on_postponed,
         )
 
+    @property
+    def _credit(self) -> TokenCredit | None:
+        return self._engine.credit
+
     # -- for the transport ----------------------------------------------------------------------------------------
 
     @property
@@ -94,7 +101,13 @@ class Admission:
         """Count the choices that messages taken now may have: free slots, or 0 while requests wait in the engine."""
         room = self._model.max_num_seqs - self.preparation.num_choices - self._in_flight.slots_used
         # Called many times a second, so the cheap checks come first.
-        return 0 if self._engine.num_waiting or room <= 0 or self._takes_nothing else room
+        if self._engine.num_waiting or room <= 0 or self._takes_nothing:
+            return 0
+        return room if self._credit is None else min(room, self._credit.messages(self._backlog()))
+
+    def _backlog(self) -> int:
+        """Estimate the tokens that the engine must compute for the messages that were taken."""
+        return self._in_flight.num_tokens_left + self.preparation.num_body_bytes // BYTES_PER_TOKEN
 
     def split_below(self) -> int:
         """See `InFlight.split_below`."""
@@ -216,9 +229,11 @@ class Admission:
 
     # -- prepared -------------------------------------------------------------------------------------------------
 
-    def _on_prepared(self, message: Preparing, prepared: Prepared, adapter: LoRARequest | None) -> None:
+    def _on_prepared(
+        self, message: Preparing, prepared: Prepared | PreparedInputs, adapter: LoRARequest | None
+    ) -> None:
         with self._answering(message.incoming, message.celery_request):
-            num_choices = prepared.params.get("n", 1)
+            num_choices = prepared.num_choices
             if message.celery_request.revoked():
                 return  # it was revoked or has expired, and Celery has settled it
             if self._in_flight.has_room(message.incoming.step, num_choices):
@@ -250,12 +265,21 @@ class Admission:
         if job is not None:
             self._in_flight.drop(job)
 
-    def _start(self, message: Preparing, prepared: Prepared, adapter: LoRARequest | None) -> None:
-        request = self._assemble(message.incoming, prepared, adapter)
+    def _start(self, message: Preparing, prepared: Prepared | PreparedInputs, adapter: LoRARequest | None) -> None:
+        request: ProcessedRequest | PoolingCoreRequest
+        labels: Sequence[str] = ()
+        if isinstance(prepared, PreparedInputs):
+            request = self._assemble_inputs(message.incoming, prepared)
+            assert self._engine.model_info.pooling is not None
+            labels = self._engine.model_info.pooling.labels if prepared.task == "classify" else ()
+            if self._credit is not None:
+                self._credit.took(prepared.num_tokens)
+        else:
+            request = self._assemble(message.incoming, prepared, adapter)
         fingerprint = self._model.adapters.fingerprint(adapter) if adapter is not None else ""
         model = ModelIdentity(self._model.names[0], self._engine.model_info.weights, fingerprint)
         draws = self._engine.capabilities.draws or ""
-        job = self._claims.claim(message.incoming, prepared, message.celery_request, request, model, draws)
+        job = self._claims.claim(message.incoming, prepared, message.celery_request, request, model, draws, labels)
         if job is not None:
             self._in_flight.start(job, message.incoming.deadline, partial(self._preemption.make_room, self._in_flight))
 
@@ -269,6 +293,20 @@ class Admission:
             incoming.enqueued_at if incoming.enqueued_at is not None else time.time(),
             "" if self._model.share_prefix_cache else _salt(incoming),
             adapter,
+        )
+
+    def _assemble_inputs(self, incoming: Incoming, prepared: PreparedInputs) -> PoolingCoreRequest:
+        return PoolingCoreRequest(
+            request_id=incoming.request_id,
+            task=prepared.task,
+            inputs=prepared.inputs,
+            second_from=prepared.second_from,
+            num_prompt_tokens=prepared.num_prompt_tokens,
+            dimensions=prepared.dimensions,
+            normalize=prepared.normalize,
+            activation=prepared.activation,
+            priority=incoming.priority if self._engine.capabilities.priority else 0,
+            arrival_time=incoming.enqueued_at if incoming.enqueued_at is not None else time.time(),
         )
 
     def _adopt(self, job: "Job | Preparing", celery_request: CeleryRequest) -> None:

@@ -23,9 +23,11 @@ from headrace_monitoring.health import WorkerHealth
 from headrace_monitoring.metrics import Metrics
 from headrace_wire.codes import EngineDeathCause
 from headrace_workers.engine_link.supervisor import EngineEvents, EngineSupervisor
-from headrace_workers.preparation.intake import PlainRequests
+from headrace_workers.preparation.plain_requests import PlainRequests, intake_of
+from headrace_workers.requests.engine_outputs import reader_for
 from headrace_workers.requests.in_flight import InFlight
 from headrace_workers.requests.service_state import ServedModel, ServiceState
+from headrace_workers.requests.token_credit import TokenCredit
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
@@ -75,13 +77,16 @@ class EngineWatch:
         self._formats: dict[str, Any] = {}
         self.num_waiting = 0
         """Requests that wait in the engine for slots or memory, by the statistics of its last step."""
+        self.credit: TokenCredit | None = None
+        """Set for a pooling model: how many messages to take by their tokens."""
         self._last_step = StepStats()
         self.is_given_up = False
         """Whether the engine could not be kept alive."""
 
     def on_engine_ready(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None:
         if self.processor is None:
-            if not (capabilities.cache_salt or self._model.share_prefix_cache):
+            has_cache = model_info.pooling is None
+            if has_cache and not (capabilities.cache_salt or self._model.share_prefix_cache):
                 self._end_worker(
                     f"the engine {self._model.engine} cannot separate the prefix caches of tenants: set"
                     " HEADRACE_SHARE_PREFIX_CACHE=true or HEADRACE_ENABLE_PREFIX_CACHING=false"
@@ -121,7 +126,9 @@ class EngineWatch:
         tokenizer, parts = self.supervisor.tokenizer, self.supervisor.tokenizer_parts
         self.processor = InputProcessor(model_info, tokenizer, engine=self._model.engine, capabilities=capabilities)
         self.capabilities = capabilities
-        self.in_flight.use_engine(capabilities)
+        if model_info.pooling is not None:
+            self.credit = TokenCredit(model_info.pooling.max_step_tokens)
+        self.in_flight.use_engine(capabilities, reader_for(pools=model_info.pooling is not None, tokenizer=tokenizer))
         self._metrics.steps_report_only(capabilities.stats)
         self._formats = self._model.answer_formats.of(parts, tokenizer)
         settings = {
@@ -132,12 +139,13 @@ class EngineWatch:
             "model_info": asdict(model_info),
             "capabilities": capabilities.to_wire(),
         }
-        plain = None if settings["logits_processors"] else PlainRequests(self.processor, self._model.names)
-        self._configure(settings, plain)
+        intake = intake_of(self.processor, tokenizer, self._model.names)
+        self._configure(settings, None if settings["logits_processors"] else PlainRequests(intake))
 
     def on_engine_outputs(self, outputs: EngineCoreOutputs) -> None:
         # A request that waits for its adapter does not mean that slots or memory are short.
-        self.num_waiting = outputs.stats.waiting - sum(waits for _, waits in outputs.stats.lora_requests.values())
+        if self.model_info.pooling is None:  # a pooling model's requests wait by design: see `Admission.free_slots`
+            self.num_waiting = outputs.stats.waiting - sum(waits for _, waits in outputs.stats.lora_requests.values())
         self._last_step = outputs.stats
         self._metrics.step(outputs.stats)
         self._health.stepped()

@@ -1,6 +1,6 @@
 """`InFlight`: the requests that this worker runs, from their claim until the end of their stream is written.
 
-    job --if `isolation.py` admits it--> engine --outputs--> text, chunks --> stream --ended--> `settlement.py`
+    job --if `isolation.py` admits it--> engine --outputs--> entries --> stream --ended--> `settlement.py`
 
 `admission.py` decides which messages are taken from the queue.
 """
@@ -8,29 +8,27 @@
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Final
 
 import redis
 import structlog
 
 from headrace_broker.keys import ALL_STEPS
-from headrace_broker.results import ErrorInfo, GenerateResult
+from headrace_broker.results import ErrorInfo
 from headrace_broker.server.connections import REDIS_ERRORS
 from headrace_broker.streams.listeners import Listeners
 from headrace_broker.streams.writer import Attempt, StreamWriter, WriteOutcome
 from headrace_engine.api.input_processor import request_of_choice
-from headrace_engine.api.output_processor import OutputProcessor
-from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
+from headrace_engine.core.outputs import EngineCoreOutputs, StepStats
 from headrace_engine.errors import is_caused_by_request
 from headrace_engine.options.capabilities import EngineCapabilities, ExactResume
-from headrace_engine.requests.outputs import RequestOutput
-from headrace_engine.requests.request import EngineCoreRequest
 from headrace_monitoring.metrics import Metrics, Publication
 from headrace_wire.codes import DeadLetterReason, ErrorCode, FinishReason, ReturnReason
 from headrace_workers.engine_link.supervisor import EngineSupervisor
+from headrace_workers.requests.engine_outputs import JobOutput, OutputReader
 from headrace_workers.requests.isolation import Isolation
-from headrace_workers.requests.job import Job
+from headrace_workers.requests.job import CoreRequest, Job, Result
 from headrace_workers.requests.settlement import CANCELLED, EXPIRED, Settlement
 from headrace_workers.requests.streams import ListenerWatch, Publisher
 from headrace_workers.requests.tracing import RequestTracing
@@ -73,7 +71,7 @@ class InFlight:
         self._num_reserved = min(max(1, max_num_seqs // _RESERVED_SHARE), max_num_seqs - 1)
         """Number of reserved slots. A request with more choices is large, and leaves these slots to others."""
         self._jobs: dict[str, Job] = {}
-        self._ending: dict[Attempt, tuple[Job, FinishReason, GenerateResult]] = {}
+        self._ending: dict[Attempt, tuple[Job, FinishReason, Result]] = {}
         """Complete jobs whose end of the stream is not in Redis yet."""
         self._slots_used: int | None = None
         self._split_below: int | None = None
@@ -86,6 +84,8 @@ class InFlight:
         """Calls `_publish_overdue`."""
         self.exact_resume: ExactResume = "none"
         """Which requests the engine resumes with the tokens of an uninterrupted run."""
+        self._outputs: OutputReader
+        """Set by `use_engine`, before the first request."""
         self._draws = ""
         """Name of the engine's draws; empty if it cannot repeat them."""
         self._exact_draws: str | None = None
@@ -129,6 +129,11 @@ class InFlight:
         return self._slots_used
 
     @property
+    def num_tokens_left(self) -> int:
+        """Number of tokens that the engine must compute, as far as they are known before."""
+        return sum(job.num_tokens_left for job in self)
+
+    @property
     def split_below(self) -> int:
         """The step below which requests may start before all their choices have slots; `ALL_STEPS` if all may.
 
@@ -156,7 +161,7 @@ class InFlight:
         self._slots_changed()
         self._metrics.request_started()
         if job.attempt > 1:
-            logger.info("request continues", **job.log_fields, resumed_tokens=job.num_tokens)
+            logger.info("request continues", **job.log_fields, resumed_tokens=job.num_done)
         job.celery_request.on_accepted(self._supervisor.pid, time.monotonic())
         if deadline is not None:
             delay = max(0.0, deadline - time.time())
@@ -251,36 +256,29 @@ class InFlight:
         self._slots_changed()
         job.cancel_timers()
 
-    def _abort(self, job: Job) -> RequestOutput | None:
+    def _abort(self, job: Job) -> Any | None:
         """Remove a request from the engine and from this object. The caller settles its stream and its message.
 
         Returns output that was held back by stream_interval or by the publish interval.
         """
         self._remove(job)
-        aborted = self._output_processor.abort(job.request_id)
+        aborted = self._outputs.abort(job.request_id)
         if aborted is None:
             return None
         self._supervisor.abort(aborted[1])
         return aborted[0]
 
-    def _publish_unshown(self, job: Job, last: RequestOutput | None) -> None:
-        publication = Publication()
-        for completion in last.outputs if last is not None else ():
-            if completion.token_ids:
-                completion.finish_reason = None  # the end of the stream says why
-                self._publisher.add(job.take(completion, last))
-                publication.num_tokens += len(completion.token_ids)
-        self._metrics.published(publication)
+    def _publish_unshown(self, job: Job, last: Any | None) -> None:
+        if last is not None:
+            publication = Publication()
+            self._publisher.add(*job.publish_unshown(last, publication))
+            self._metrics.published(publication)
 
     # -- the engine's life ----------------------------------------------------------------------------------------
 
-    @cached_property
-    def _output_processor(self) -> OutputProcessor:
-        """Made on first use: the tokenizer is known when the first engine is ready."""
-        return OutputProcessor(self._supervisor.tokenizer)
-
-    def use_engine(self, capabilities: EngineCapabilities) -> None:
-        """Set the engine's capabilities; call it before `start`."""
+    def use_engine(self, capabilities: EngineCapabilities, outputs: OutputReader) -> None:
+        """Set the engine's capabilities, and the reader of its outputs; call it before `start`."""
+        self._outputs = outputs
         self.exact_resume = capabilities.exact_resume
         self._draws = capabilities.draws or ""
         self._exact_draws = capabilities.draws if capabilities.exact_resume == "all" else None
@@ -288,7 +286,7 @@ class InFlight:
     def engine_lost(self, reason: str, *, was_ready: bool) -> None:
         """Let all requests wait for the next engine process. Fail the poison request, if it is known."""
         if was_ready:  # an engine that was still loading had no request yet
-            if self._output_processor.holds_back:  # the resumed request must begin at the token that killed the engine
+            if self._outputs.holds_back:  # the resumed request must begin at the token that killed the engine
                 self._show()
             poison = self.isolation.engine_lost([job for job in self if job.num_slots])
             if poison is not None:
@@ -301,12 +299,12 @@ class InFlight:
             job.unsent = None
         self._slots_changed()
         for job in self.isolation.choose(self._jobs.values()):
-            if job.num_tokens:
+            if job.num_done:
                 self._note_changed_draws(job, {self._draws})
-            self._output_processor.abort(job.request_id)  # the engine generates held-back output again
+            self._outputs.abort(job.request_id)  # the engine generates held-back output again
             self._send(job, self._expect_outputs(job))
 
-    def _send(self, job: Job, todo: list[EngineCoreRequest]) -> None:
+    def _send(self, job: Job, todo: Sequence[CoreRequest]) -> None:
         job.unsent = todo
         self._slots_changed()
         self._feed()
@@ -327,11 +325,11 @@ class InFlight:
                 self._supervisor.send(todo)
 
     def _is_large(self, job: Job) -> bool:
-        return len(job.choices) > self._num_reserved
+        return job.num_choices > self._num_reserved
 
     def _note_changed_draws(self, job: Job, drawn_with: set[str]) -> None:
         """Count a sampled request whose next tokens differ from those of an uninterrupted run."""
-        others = set() if job.request.params.is_greedy else drawn_with - {self._exact_draws}
+        others = drawn_with - {self._exact_draws} if job.depends_on_draws else set()
         if others:
             self._metrics.request_resumed_across_draws()
             logger.info(
@@ -341,11 +339,10 @@ class InFlight:
                 draws=self._draws,
             )
 
-    def _expect_outputs(self, job: Job) -> list[EngineCoreRequest]:
+    def _expect_outputs(self, job: Job) -> Sequence[CoreRequest]:
         """Prepare for outputs of the unfinished choices. Returns the requests to send to the engine."""
         todo = job.core_requests()
-        ended = [index for index, choice in enumerate(job.choices) if choice.finish_reason is not None]
-        self._output_processor.add_request(job.request, ended)
+        self._outputs.expect(job)
         return todo
 
     def _fail_poison(self, job: Job, reason: str) -> None:
@@ -375,28 +372,28 @@ class InFlight:
     # -- outputs of the engine ------------------------------------------------------------------------------------
 
     def publish(self, outputs: EngineCoreOutputs) -> None:
-        """Write the tokens of one step, as text, to their streams."""
+        """Write the output of one step to the streams."""
         self._note_admitted(outputs.stats)
-        self._publish_due(outputs.outputs)
+        self._publish_due(outputs)
         self._feed()
         self._advance_isolation()
 
-    def _publish_due(self, outputs: Sequence[EngineCoreOutput] = ()) -> None:
+    def _publish_due(self, outputs: EngineCoreOutputs | None = None) -> None:
         """Publish new and held-back output, or hold it back until the publish interval is over."""
         left = self._published_all_at + self._publish_interval - time.monotonic()
         self._show(outputs, hold_back=left > 0)
-        if self._output_processor.holds_back and self._overdue_timer is None:
+        if self._outputs.holds_back and self._overdue_timer is None:
             self._await_overdue(left + self._publish_interval)
 
     def _await_overdue(self, seconds: float) -> None:
         self._overdue_timer = self._hub.call_later(seconds, self._publish_overdue)
 
-    def _show(self, outputs: Sequence[EngineCoreOutput] = (), *, hold_back: bool = False) -> None:
+    def _show(self, outputs: EngineCoreOutputs | None = None, *, hold_back: bool = False) -> None:
         started, now = time.perf_counter(), time.monotonic()
-        processed = self._output_processor.process(outputs, hold_back=hold_back)
-        self._supervisor.abort(processed.finished_choice_ids)
+        read = self._outputs.read(outputs, hold_back=hold_back)
+        self._supervisor.abort(read.finished_choice_ids)
         publication = Publication()
-        for output in processed.request_outputs:
+        for output in read.outputs:
             self._publish(output, now, publication)
         detokenized = time.perf_counter()
         self.flush()
@@ -409,7 +406,7 @@ class InFlight:
     def _publish_overdue(self) -> None:
         """Publish held-back output during a long step, so that it waits for two intervals at most."""
         self._overdue_timer = None
-        if self._output_processor.holds_back:
+        if self._outputs.holds_back:
             try:
                 self._publish_due()
             except Exception as error:  # noqa: BLE001  # the event loop would only log it
@@ -423,41 +420,28 @@ class InFlight:
                 job.admitted_at = max(job.received_at, time.monotonic() - stats.step_seconds)
                 self._metrics.request_admitted(job.admitted_at - job.received_at, trace_id=job.trace_id)
 
-    def _publish(self, output: RequestOutput, now: float, publication: Publication) -> None:
+    def _publish(self, output: JobOutput, now: float, publication: Publication) -> None:
         """Record a request's new output and add it to its stream."""
         job = self._jobs[output.request_id]
-        job.num_cached_tokens = max(job.num_cached_tokens, output.num_cached_tokens)
-        for completion in output.outputs:
-            if completion.finish_reason is not None:
-                self._slots_changed()
-            if not completion.token_ids:  # the engine refused it: there is nothing to publish except the end
-                job.choices[completion.index].finish_reason = completion.finish_reason
-                continue
-            self._publisher.add(job.take(completion, output))
-            num_tokens = len(completion.token_ids)
-            publication.num_tokens += num_tokens
-            if job.first_token_at is None:
-                job.first_token_at = now
-                since = None if job.queued_at is None or job.attempt > 1 else now - job.queued_at
-                prefill = None if job.admitted_at is None else now - job.admitted_at
-                self._metrics.first_token(since, now - job.received_at, prefill, trace_id=job.trace_id)
-                job.num_first_tokens = job.num_tokens
-            choice = job.choices[completion.index]
-            if choice.last_token_at is not None:
-                publication.followed[num_tokens, now - choice.last_token_at, job.trace_id] += 1
-            choice.last_token_at = now
-        job.last_token_at = now
+        had_token = job.first_token_at is not None
+        self._publisher.add(*job.publish(output.output, now, publication))
+        if job.first_token_at is not None and not had_token:
+            since = None if job.queued_at is None or job.attempt > 1 else now - job.queued_at
+            prefill = None if job.admitted_at is None else now - job.admitted_at
+            self._metrics.first_token(since, now - job.received_at, prefill, trace_id=job.trace_id)
+        if job.num_choices > 1:  # one of them may have ended
+            self._slots_changed()
         if output.finished:
             self._remove(job)
             self._complete_generated(job, output.error)
 
     def _complete_generated(self, job: Job, error: str | None = None) -> None:
-        """End a job whose choices have all ended."""
+        """End a job whose output is complete."""
         if error is not None:
             code = ErrorCode.INVALID_REQUEST if is_caused_by_request(error) else ErrorCode.ENGINE_ERROR
             self._complete(job, "error", ErrorInfo(code, error))
             return
-        self._complete(job, "length" if job.choices[0].finish_reason == "length" else "stop")
+        self._complete(job, job.finish_reason)
 
     def _complete(self, job: Job, outcome: FinishReason, error: ErrorInfo | None = None) -> None:
         """End the job's stream. The job is settled once Redis has that end."""
@@ -500,7 +484,7 @@ class InFlight:
     def publish_held_back(self) -> None:
         """Write held-back output, so that a preempted request does not generate it twice."""
         try:
-            if self._output_processor.holds_back:
+            if self._outputs.holds_back:
                 self._show()
         except Exception as error:  # noqa: BLE001  # raised here, it would refuse the request that needs room
             self._supervisor.fail(error)

@@ -16,7 +16,10 @@ logger = logging.getLogger(__name__)
 
 SUSPECT_LOSSES = 2
 TOKENS_TO_CLEAR = 8
-"""A resumed request that kills the engine does so at its next token. The other tokens are a margin."""
+"""A resumed request that kills the engine does so at its next token. The other tokens are a margin.
+
+Rows of a pooling model count as tokens.
+"""
 
 
 class Isolation:
@@ -83,13 +86,13 @@ class Isolation:
         self.alone = next((job for job in jobs if _is_suspect(job)), None)
         if self.alone is None:
             return jobs
-        self._tokens_before = self.alone.num_tokens
+        self._tokens_before = self.alone.num_done
         return [self.alone]
 
     @property
     def is_cleared(self) -> bool:
         """Whether the suspect has generated enough tokens without killing the engine."""
-        return self.alone is not None and self.alone.num_tokens - self._tokens_before >= TOKENS_TO_CLEAR
+        return self.alone is not None and self.alone.num_done - self._tokens_before >= TOKENS_TO_CLEAR
 
     def clear(self, job: Job) -> None:
         """Reset a suspect's engine losses, so that any worker may run it with others."""

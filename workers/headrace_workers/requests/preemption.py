@@ -70,7 +70,7 @@ class Preemption:
             logger.info(
                 "request preempted",
                 **victim.log_fields,
-                tokens=victim.num_tokens,
+                tokens=victim.num_done,
                 preemptions=victim.preemptions + 1,
                 preempted_by=job.request_id,
             )
@@ -88,7 +88,7 @@ class Preemption:
             if job.step > better
             and job.preemptions < self._max_preemptions
             and job.num_slots
-            and (in_flight.exact_resume == "all" or job.request.params.is_greedy)
+            and (in_flight.exact_resume == "all" or not job.depends_on_draws)
         ]
 
 
@@ -99,5 +99,5 @@ def _is_begun(job: Job) -> bool:
 
 def _preemption_order(job: Job) -> tuple[int, int, float]:
     """Sort jobs by priority, then by the tokens that a resume computes again unless a prefix cache has them."""
-    lost = len(job.request.prompt_token_ids) + job.num_tokens if _is_begun(job) else 0
+    lost = job.usage().prompt_tokens + job.num_done if _is_begun(job) else 0
     return -job.step, lost, -job.received_at

@@ -15,7 +15,7 @@ import structlog
 from headrace_broker.content import answer_type
 from headrace_broker.errors import MalformedEntryError
 from headrace_broker.queue.dead_letters import DeadLetter
-from headrace_broker.results import ErrorInfo, GenerateResult, Usage
+from headrace_broker.results import ErrorInfo, Usage
 from headrace_broker.server.connections import REDIS_ERRORS, is_fault_of_server
 from headrace_broker.streams.events import EndEvent, StreamEvent
 from headrace_broker.streams.writer import Ending, StreamClaim, StreamWriter
@@ -24,7 +24,8 @@ from headrace_wire.codes import DeadLetterReason, ErrorCode, FinishReason
 from headrace_workers.preparation.celery_request import CeleryRequest
 from headrace_workers.preparation.intake import MALFORMED, Incoming, tenant_of
 from headrace_workers.requests.finisher import Finisher
-from headrace_workers.requests.job import Job, recorded_result, recorded_usage
+from headrace_workers.requests.job import Job, Result
+from headrace_workers.requests.recorded_answers import failed_answer, recorded_answer, recorded_usage
 from headrace_workers.requests.tracing import RequestTracing
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
@@ -91,7 +92,7 @@ class Settlement:
 
     # -- requests that ran here ------------------------------------------------------------------------------------
 
-    def finish(self, job: Job, outcome: FinishReason, result: GenerateResult) -> None:
+    def finish(self, job: Job, outcome: FinishReason, result: Result) -> None:
         """Store and announce the result of a job whose stream has ended, and acknowledge its message."""
         self._finish_job(job, outcome, partial(job.celery_request.finish, result.to_wire()))
 
@@ -124,9 +125,9 @@ class Settlement:
         )
         if ended.finish_reason == "cancelled":
             self._metrics.request_refused("cancelled", tenant_of(celery_request))
-        result = recorded_result(celery_request.id, claim.entries, ended)
+        result = recorded_answer(celery_request.task_name, celery_request.id, claim.entries, ended)
         celery_request.cost(_tokens_of(ended.usage or recorded_usage(claim.entries)))
-        self._finish(celery_request, partial(celery_request.finish, result.to_wire()))
+        self._finish(celery_request, partial(celery_request.finish, result))
 
     def refuse(self, incoming: Incoming, error: ErrorInfo, celery_request: CeleryRequest) -> None:
         """Answer a request that cannot be served with an error in its stream and in its result."""
@@ -134,7 +135,7 @@ class Settlement:
         if not self._end_stream_of(celery_request, "rejected", error):
             return
         self._metrics.request_refused("rejected", incoming.tenant)
-        result = GenerateResult(incoming.request_id, [], None, error).to_wire()
+        result = failed_answer(celery_request.task_name, incoming.request_id, error)
         self._finish(celery_request, partial(celery_request.finish, result))
 
     def reject_duplicate(self, request_id: str, celery_request: CeleryRequest) -> None:
@@ -212,7 +213,7 @@ class Settlement:
             self._metrics.message_returned("stream_refused")
             celery_request.requeue(is_counted=True)
             return
-        result = recorded_result(celery_request.id, entries, ended).to_wire()
+        result = recorded_answer(celery_request.task_name, celery_request.id, entries, ended)
         celery_request.cost(_tokens_of(ended.usage or recorded_usage(entries)))
 
         def finish() -> None:
@@ -238,7 +239,7 @@ class Settlement:
             ending = Ending.HAD_ENDED
         self._unended.pop(request_id, None)
         if ending is Ending.WRITTEN:
-            result = GenerateResult(request_id, [], None, error).to_wire()
+            result = failed_answer(None, request_id, error)
             store = partial(self._store_result, request_id, result, content_type)
             self._finisher.submit(store, on_failure=lambda _error: None, request_id=request_id)
 
@@ -259,18 +260,19 @@ class Settlement:
 
     def _finish_job(self, job: Job, outcome: FinishReason, finish: Callable[[], None]) -> None:
         self._tracing.end(job, outcome, None if outcome in SERVED else outcome)
+        usage = job.usage()
         self._metrics.request_finished(
             outcome,
             time.monotonic() - min(job.received_at, job.received_at if job.queued_at is None else job.queued_at),
-            len(job.request.prompt_token_ids),
-            job.num_cached_tokens,
-            job.num_tokens,
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.completion_tokens,
             tenant=job.tenant,
             decode_seconds=job.decode_seconds,
-            decoded_tokens=job.num_tokens - job.num_first_tokens,
+            decoded_tokens=job.num_decoded_tokens,
             trace_id=job.trace_id,
         )
-        job.celery_request.cost(len(job.request.prompt_token_ids) + job.num_tokens)
+        job.celery_request.cost(_tokens_of(usage))
         self._finish(job.celery_request, finish, attempt=job.attempt)
 
 

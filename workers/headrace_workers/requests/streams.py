@@ -3,7 +3,7 @@
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import structlog
@@ -23,10 +23,14 @@ from headrace_broker.streams.writer import (
     unpack_writes,
 )
 from headrace_engine.api.input_processor import ProcessedRequest
+from headrace_engine.requests.pooling_request import PoolingCoreRequest
 from headrace_monitoring.metrics import Metrics
 from headrace_workers.preparation.celery_request import CeleryRequest
 from headrace_workers.preparation.intake import Incoming, Prepared
-from headrace_workers.requests.job import Job, recorded_choices, recorded_prompt_logprobs
+from headrace_workers.preparation.pooling_intake import PreparedInputs
+from headrace_workers.requests.generate_job import GenerateJob, recorded_choices, recorded_prompt_logprobs
+from headrace_workers.requests.job import Job
+from headrace_workers.requests.pooling_job import PoolingJob
 from headrace_workers.requests.settlement import Settlement
 from headrace_workers.requests.tracing import RequestTracing
 
@@ -150,17 +154,19 @@ class StreamClaims:
     def claim(
         self,
         incoming: Incoming,
-        prepared: Prepared,
+        prepared: Prepared | PreparedInputs,
         celery_request: CeleryRequest,
-        request: ProcessedRequest,
+        request: ProcessedRequest | PoolingCoreRequest,
         model: ModelIdentity,
         draws: str,
+        labels: Sequence[str] = (),
     ) -> Job | None:
         """Make the request's job. Settle the request and return None if its stream ended or is of another message.
 
         Args:
             model: the weights and adapter that compute the request.
             draws: name of the engine's draws.
+            labels: the classes of a pooling model.
         """
         started = time.perf_counter()
         span = self._tracing.begin(incoming, prepared)
@@ -171,7 +177,7 @@ class StreamClaims:
             incoming.abandon_after,
             content=celery_request.delivery.content,
             model=model,
-            prompt_tokens=len(prepared.token_ids),
+            prompt_tokens=prepared.num_tokens,
             prompt_tail=prepared.prompt_tail,
             draws=draws,
         )
@@ -185,10 +191,17 @@ class StreamClaims:
         if claim.ended is not None:
             self._settlement.finish_ended(celery_request, claim, claim.ended)
             return None
-        return job_of(incoming, request, claim, celery_request, model, span, self._tracing.trace_id(span))
+        trace_id = self._tracing.trace_id(span)
+        if isinstance(request, PoolingCoreRequest):
+            assert isinstance(prepared, PreparedInputs)
+            common = common_fields(incoming, claim, celery_request, model, span, trace_id)
+            job = PoolingJob(request=request, labels=labels, truncated=prepared.truncated, **common)
+            job.resume(claim.entries)
+            return job
+        return generate_job_of(incoming, request, claim, celery_request, model, span, trace_id)
 
 
-def job_of(
+def generate_job_of(
     incoming: Incoming,
     request: ProcessedRequest,
     claim: StreamClaim,
@@ -196,26 +209,40 @@ def job_of(
     model: ModelIdentity,
     span: Any,
     trace_id: str | None,
-) -> Job:
-    """Make the job of a claimed request, with the output of earlier attempts."""
-    return Job(
-        celery_request=celery_request,
+) -> GenerateJob:
+    """Make the job of a claimed generation, with the output of earlier attempts."""
+    return GenerateJob(
         request=request,
-        attempt=claim.attempt,
         choices=recorded_choices(claim.entries, request.params.n),
         prompt_logprobs=recorded_prompt_logprobs(claim.entries),
-        queued_at=incoming.queued_at,
-        tenant=incoming.tenant,
-        abandon_after=incoming.abandon_after,
-        span=span,
-        trace_id=trace_id,
-        model=model,
-        begun_with=begun_with(claim.entries, model),
-        drawn_with=draws_of(claim.entries),
-        engine_losses=claim.engine_losses,
-        step=incoming.step,
-        preemptions=incoming.preemptions,
+        **common_fields(incoming, claim, celery_request, model, span, trace_id),
     )
+
+
+def common_fields(
+    incoming: Incoming,
+    claim: StreamClaim,
+    celery_request: CeleryRequest,
+    model: ModelIdentity,
+    span: Any,
+    trace_id: str | None,
+) -> dict[str, Any]:
+    """Return the fields of `Job` for a claimed request."""
+    return {
+        "celery_request": celery_request,
+        "attempt": claim.attempt,
+        "queued_at": incoming.queued_at,
+        "tenant": incoming.tenant,
+        "abandon_after": incoming.abandon_after,
+        "span": span,
+        "trace_id": trace_id,
+        "model": model,
+        "begun_with": begun_with(claim.entries, model),
+        "drawn_with": draws_of(claim.entries),
+        "engine_losses": claim.engine_losses,
+        "step": incoming.step,
+        "preemptions": incoming.preemptions,
+    }
 
 
 class ListenerWatch:

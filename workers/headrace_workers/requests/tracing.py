@@ -15,6 +15,7 @@ from typing import Any
 from headrace_broker.client.tracing import INSTRUMENTATION, context_of, headers_of, request_attributes
 from headrace_wire.codes import FinishReason
 from headrace_workers.preparation.intake import Incoming, Prepared
+from headrace_workers.preparation.pooling_intake import PreparedInputs
 from headrace_workers.requests.job import Job
 
 
@@ -30,7 +31,7 @@ class RequestTracing:
         self._tracer = None if provider is None else provider.get_tracer(INSTRUMENTATION)
         self._model = model
 
-    def begin(self, incoming: Incoming, prepared: Prepared) -> Any:
+    def begin(self, incoming: Incoming, prepared: Prepared | PreparedInputs) -> Any:
         """Start the span of a request that is about to run. Returns None if tracing is off."""
         if self._tracer is None:
             return None
@@ -73,15 +74,15 @@ class RequestTracing:
             return
         from opentelemetry.trace import Status, StatusCode
 
-        now = time.monotonic()
+        now, usage = time.monotonic(), job.usage()
         self._record_stages(span, job, now)
         span.set_attributes(
             {
                 "gen_ai.response.model": self._model,
                 "gen_ai.response.finish_reasons": [outcome or "requeued"],
-                "gen_ai.usage.input_tokens": len(job.request.prompt_token_ids),
-                "gen_ai.usage.cache_read.input_tokens": job.num_cached_tokens,
-                "gen_ai.usage.output_tokens": job.num_tokens,
+                "gen_ai.usage.input_tokens": usage.prompt_tokens,
+                "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+                "gen_ai.usage.output_tokens": usage.completion_tokens,
                 "headrace.attempt": job.attempt,
             }
         )

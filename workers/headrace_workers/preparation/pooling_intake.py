@@ -1,0 +1,83 @@
+"""Checks the messages of pooling tasks, as `intake.py` does those of generations."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from headrace_broker.pooling_messages import TASK_OF, PoolingRequest
+from headrace_engine.api.pooling_processor import PoolingOptions, PoolingProcessor
+from headrace_wire.codes import ErrorCode
+from headrace_wire.errors import InvalidRequestError
+from headrace_wire.pooling import PoolingTask, wrong_task
+from headrace_workers.preparation.intake import RefusedError, check_model, kwargs_of
+
+_OPTIONS: Final = ("prompt", "prompt_name", "dimensions", "truncate", "max_tokens", "add_special_tokens")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedInputs:
+    """A pooling request that is checked and tokenised; plain data. The last attributes are those of `Prepared`."""
+
+    task: PoolingTask
+    inputs: list[list[int]]
+    second_from: list[int]
+    num_prompt_tokens: int
+    """Tokens of the prompt that the pooling leaves out."""
+    truncated: list[int]
+    dimensions: int | None
+    normalize: bool | None
+    activation: bool
+    given_numbers: dict[str, float] = field(default_factory=dict)
+    is_chat: bool = False
+    lora: None = None
+    prompt_tail: None = None
+
+    @property
+    def num_choices(self) -> int:
+        return 1
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.inputs))
+
+
+class PoolingIntake:
+    """Checks whether a pooling model can serve a message's body. It has no side effects."""
+
+    def __init__(self, processor: PoolingProcessor, served_names: Sequence[str]) -> None:
+        self._processor = processor
+        self._served_names = served_names
+
+    def process(self, request_id: str, body: Any, task_name: str) -> PreparedInputs:  # noqa: ARG002  # as `Intake` has it
+        """Check a decoded body and tokenise its inputs.
+
+        Raises:
+            RefusedError: with the error code and message for the client.
+        """
+        kwargs = kwargs_of(body)
+        asked, serves = task_name.removeprefix("headrace."), self._processor.info.tasks
+        if asked not in serves:
+            raise RefusedError(ErrorCode.UNSUPPORTED, wrong_task(self._served_names[0], serves, asked))
+        try:
+            request = PoolingRequest.parse(TASK_OF[task_name], kwargs)
+            check_model(request.model, self._served_names)
+            return self._tokenise(request)
+        except InvalidRequestError as error:
+            raise RefusedError(error.code, str(error)) from error
+
+    def _tokenise(self, request: PoolingRequest) -> PreparedInputs:
+        given = request.given
+        options = {name: given[name] for name in _OPTIONS if name in given}
+        if request.task == "score":
+            options.setdefault("truncate", "end")
+        found = self._processor.tokenise(request.task, request.inputs, PoolingOptions(**options))
+        return PreparedInputs(
+            task=request.task,
+            inputs=found.inputs,
+            second_from=found.second_from,
+            num_prompt_tokens=found.num_prompt_tokens,
+            truncated=found.truncated,
+            dimensions=given.get("dimensions"),
+            normalize=given.get("normalize"),
+            activation=given.get("activation", True),
+        )

@@ -1,0 +1,30 @@
+"""`TokenCredit`: how many messages of a pooling model to take, counted in tokens."""
+
+from typing import Final
+
+BYTES_PER_TOKEN: Final = 4
+"""Estimates the tokens of a message before it is tokenised."""
+STEPS: Final = 4
+"""The engine gets work for so many steps. More would only wait here instead of at another worker."""
+_WEIGHT: Final = 0.25
+
+
+class TokenCredit:
+    """Keeps the engine's backlog at a few steps. The size of the next message is the average of the last ones.
+
+    Args:
+        step_tokens: tokens of one step.
+    """
+
+    def __init__(self, step_tokens: int) -> None:
+        self._most = STEPS * step_tokens
+        self._average = float(self._most)
+
+    def took(self, num_tokens: int) -> None:
+        """Learn the size of a message."""
+        self._average += _WEIGHT * (max(1, num_tokens) - self._average)
+
+    def messages(self, backlog: int) -> int:
+        """Return how many messages to take while the engine has to compute `backlog` tokens; 0 if that is enough."""
+        left = self._most - backlog
+        return 0 if left <= 0 else max(1, int(left / self._average))

@@ -150,7 +150,7 @@ def worker_microseconds(tokenizer: ModelTokenizer, chunks: int) -> list[float]:
         in_flight.use_engine(EngineCapabilities.of_everything(), TextOutputs(tokenizer))
         for number in range(chunks):
             in_flight.start(_job(writer, tokenizer, f"{number:032x}"), None, lambda _job: None)
-        choice_ids = [choice.request_id for job in in_flight for choice in job.request.choices]
+        choice_ids = [choice.request_id for job in in_flight for choice in job.core_requests()]
         words = tokenizer.encode("A quick brown fox jumps over a lazy dog, and many another word comes behind it.")
         figures = []
         for step in range(_STEPS):

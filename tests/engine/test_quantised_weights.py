@@ -106,3 +106,14 @@ def test_other_quantised_weights_are_refused_by_the_name_of_their_method(
     with pytest.raises(ModelLoadError) as caught:
         create_runner(EngineArgs(model=str(tmp_path)).create_engine_config()).load_model()
     assert f"is quantised with {named}, which is not supported" in str(caught.value)
+
+
+def test_a_part_of_a_prompt_without_a_wanted_row_is_multiplied_by_integers(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path)
+    sizes: dict[str, Any] = {"dtype": "bfloat16", "num_blocks": 40, "block_size": 16, "batch_invariant": True}
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    whole, parts = (
+        LLM(str(path), **sizes, max_num_batched_tokens=tokens).generate([[5, 9, 200, 31] * 20], params, use_tqdm=False)
+        for tokens in (128, 32)
+    )
+    assert whole[0].outputs[0].token_ids == parts[0].outputs[0].token_ids

@@ -173,7 +173,8 @@ static division divide(const linear_args *a) {
     division d = {.tile_rows = by_integers(a) ? INTEGER_TILE : by_tiles(a) ? TILE_ROWS : TILE, .panels = num_panels(a)};
     d.row_floats = by_integers(a) ? quantised_floats(a) : by_tiles(a) ? pairs_in_tiles(a->in_features) : row_floats(a);
     d.tiles = (a->rows + d.tile_rows - 1) / d.tile_rows;
-    d.block_tiles = by_integers(a) ? d.tiles : by_tiles(a) ? max_matrix_tiles(d.row_floats) : max_vector_tiles(d.row_floats, d.tiles);
+    /* At least one tile: the last layer has no rows in a step that ends within all prompts. */
+    d.block_tiles = by_integers(a) ? d.tiles + !d.tiles : by_tiles(a) ? max_matrix_tiles(d.row_floats) : max_vector_tiles(d.row_floats, d.tiles);
     d.blocks = (d.tiles + d.block_tiles - 1) / d.block_tiles;
     d.queues = d.blocks > 1 ? d.blocks : a->threads;
     /* Enough groups to balance threads of different speed. */

@@ -123,7 +123,7 @@ def assert_bits_do_not_depend_on_company(lab: Laboratory, data: st.DataObject) -
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "qwen3_moe"])
 def test_logits_are_a_function_of_the_sequence_alone(
     tiny_model: Callable[[str], TinyModel], name: str, dtype: str
 ) -> None:

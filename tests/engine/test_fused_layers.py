@@ -163,7 +163,7 @@ def load(model: TinyModel, dtype: str) -> PagedModel:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("name", "fused"),
-    [(name, True) for name in FUSED] + [("cohere", False), ("gpt2", False)],
+    [*((name, True) for name in FUSED), ("cohere", False), ("gpt2", False)],
 )
 def test_layers_of_known_parts_are_fused_and_others_are_left_alone(
     tiny_model: Callable[[str], TinyModel], name: str, fused: bool, dtype: str

@@ -41,8 +41,18 @@ def kinds(layers: list[FusedDecoderLayer]) -> set[LinearKind]:
 
 @pytest.mark.parametrize(
     ("name", "fused"),
-    [("llama", 3), ("qwen2", 3), ("qwen3", 3), ("qwen3_moe", 3), ("gemma2", 4), ("gemma3_text", 4)]
-    + [("phi3", 3), ("olmo2", 3), ("granite", 3), ("gpt2", 0)],
+    [
+        ("llama", 3),
+        ("qwen2", 3),
+        ("qwen3", 3),
+        ("qwen3_moe", 3),
+        ("gemma2", 4),
+        ("gemma3_text", 4),
+        ("phi3", 3),
+        ("olmo2", 3),
+        ("granite", 3),
+        ("gpt2", 0),
+    ],
 )
 def test_layers_of_known_parts_are_fused_and_every_family_generates_what_transformers_generates(
     tiny_model: Callable[[str], TinyModel], name: str, fused: int

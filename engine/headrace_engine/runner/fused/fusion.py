@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from headrace_engine.runner.fused.decoder_layer import FusedDecoderLayer, unsupported_reason
-from headrace_engine.runner.fused.layer_parts import Call, gate_of, has_groups, parts_of
+from headrace_engine.runner.fused.layer_parts import ChildCall, gate_of, has_groups, parts_of
 from headrace_engine.runner.fused.rotation import Rotation, RotationRecorder
 from headrace_engine.runner.linear.packed_linear import PackedLinear
 from headrace_engine.runner.linear.prepared_linear import LinearKind
@@ -43,7 +43,7 @@ class _Seen:
     rotation: Rotation | None
     """Makes `position_embeddings`."""
     output: torch.Tensor | None = None
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ChildCall] = field(default_factory=list)
     """Of the children of the layer."""
     options: list[dict[str, Any]] = field(default_factory=list)
 
@@ -139,7 +139,7 @@ def _probe(model: PreTrainedModel, candidates: dict[int, nn.Module], max_model_l
         def hook(child: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             given: Any = args[0] if args else kwargs.get("hidden_states")
             output = output[0] if isinstance(output, tuple) else output
-            seen[index].calls.append(Call(child, given, output))
+            seen[index].calls.append(ChildCall(child, given, output))
 
         return hook
 
@@ -213,7 +213,7 @@ def _verified(layer: nn.Module, seen: _Seen | None, dtype: torch.dtype, linear: 
     return None
 
 
-def _computes_the_same(fused: FusedDecoderLayer, attention: Call, seen: _Seen, dtype: torch.dtype) -> bool:
+def _computes_the_same(fused: FusedDecoderLayer, attention: ChildCall, seen: _Seen, dtype: torch.dtype) -> bool:
     assert seen.output is not None
     found = fused.attention_block(attention.given[0].contiguous(), seen.position_embeddings)
     output = fused(seen.hidden.clone(), position_embeddings=seen.position_embeddings)

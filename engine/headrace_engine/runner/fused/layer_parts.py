@@ -26,7 +26,7 @@ _NEAR = 0.02  # of a factor that is estimated from rounded numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class ChildCall:
     """A call of a child of the layer: the very tensors that it read and returned."""
 
     module: nn.Module
@@ -38,7 +38,7 @@ class Call:
 class Branch:
     """Attention or MLP, with what surrounds it. `scale` multiplies what is added to the residual stream."""
 
-    call: Call
+    call: ChildCall
     norm: Norm | None
     output_norm: Norm | None
     scale: float
@@ -64,7 +64,7 @@ def is_linear(module: object) -> bool:
     return type(module) in (nn.Linear, GroupedLinear)
 
 
-def parts_of(layer: nn.Module, hidden: torch.Tensor, calls: Sequence[Call]) -> LayerParts | None:
+def parts_of(layer: nn.Module, hidden: torch.Tensor, calls: Sequence[ChildCall]) -> LayerParts | None:
     """Return the parts of a layer, or None if it has others.
 
     Args:
@@ -112,7 +112,7 @@ def _scale(layer: nn.Module, added: torch.Tensor, output: torch.Tensor) -> float
     return best if abs(best - estimate) <= _NEAR * abs(estimate) else None
 
 
-def gate_of(call: Call, differs: Any) -> Gate | None:
+def gate_of(call: ChildCall, differs: Any) -> Gate | None:
     """Return the parts of an MLP if it is gated, otherwise None.
 
     Args:
@@ -128,7 +128,7 @@ def gate_of(call: Call, differs: Any) -> Gate | None:
     rows = gate_up.view(-1, gate_up.shape[-1])
     others = [child for child in mlp.children() if not is_linear(child)]
     for activation in Activation:
-        if not all(_computes(child, activation) for child in others):
+        if not all(computes(child, activation) for child in others):
             continue
         output = mlp.down_proj(torch_ops.gate(rows, activation)).view(call.output.shape)
         if not differs(output, call.output, output.dtype):
@@ -136,7 +136,7 @@ def gate_of(call: Call, differs: Any) -> Gate | None:
     return None
 
 
-def _computes(module: nn.Module, activation: Activation) -> bool:
+def computes(module: nn.Module, activation: Activation) -> bool:
     """Whether a module computes an activation, to the precision of float32: both forms of GELU are nearly the same."""
     numbers = torch.linspace(-6.0, 6.0, 97)
     try:

@@ -262,6 +262,8 @@ int headrace_linear(const linear_args *a) {
     return 0;
 }
 
+#include "linear_experts.h"
+
 /* Returns whether this build multiplies grouped weights. */
 int headrace_has_grouped(void) { return HAS_GROUPED; }
 

@@ -46,6 +46,18 @@ class LinearArgs(ctypes.Structure):
     )
 
 
+class ExpertArgs(ctypes.Structure):
+    """`expert_args` of linear_experts.h."""
+
+    _fields_ = (
+        *((name, LinearArgs) for name in ("gate_up", "down")),
+        *((name, ctypes.c_int64) for name in ("gate_up_bytes", "down_bytes")),
+        *((name, ctypes.c_int32) for name in ("num_experts", "num_chosen")),
+        ("tokens", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("x", "chosen", "weights", "out")),
+    )
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """Load the compiled kernel. Raises OSError that says what is missing."""
@@ -56,6 +68,8 @@ def declared(kernels: ctypes.CDLL) -> ctypes.CDLL:
     """Declare the functions of a library that was built from linear.c. Raises LayoutError."""
     check_layout(kernels, "linear_args", LinearArgs)
     check_layout(kernels, "weight_segment", WeightSegment)
+    check_layout(kernels, "expert_args", ExpertArgs)
+    kernels.headrace_experts.argtypes, kernels.headrace_experts.restype = (ctypes.POINTER(ExpertArgs),), ctypes.c_int
     kernels.headrace_linear.argtypes, kernels.headrace_linear.restype = (ctypes.POINTER(LinearArgs),), ctypes.c_int
     sizes = (ctypes.c_int, ctypes.c_int, ctypes.c_int)
     kernels.headrace_packed_size.argtypes = (ctypes.c_int, *sizes)
@@ -103,6 +117,18 @@ def result_of(gated: bool) -> int:
     return _SILU_MUL if gated else _STORE
 
 
+def packed_size(dtype: torch.dtype, gated: bool, in_features: int, out_features: int) -> int:
+    """Return the number of elements of a packed weight."""
+    return int(library().headrace_packed_size(native_library.DTYPES[dtype], gated, in_features, out_features))
+
+
+def pack_into(packed: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> None:
+    """Pack a contiguous weight [out_features, in_features] into panels. If `gated`, its first half is the gate."""
+    out_features, in_features = weight.shape
+    sizes = (native_library.DTYPES[weight.dtype], torch.get_num_threads(), gated, in_features, out_features)
+    library().headrace_pack_weight(*sizes, weight.data_ptr(), packed.data_ptr())
+
+
 class NativeLinear(PreparedLinear):
     """Replaces an `nn.Linear` in inference. Does not keep the original weight."""
 
@@ -114,18 +140,16 @@ class NativeLinear(PreparedLinear):
         super().__init__(weight, bias)
         self.out_features, self.in_features = weight.shape
         weight = weight.detach().contiguous()
-        dtype, sizes = native_library.DTYPES[weight.dtype], (self.gated, self.in_features, self.out_features)
-        self._packed = _PAGES.empty((library().headrace_packed_size(dtype, *sizes),), weight.dtype)
-        library().headrace_pack_weight(
-            dtype, torch.get_num_threads(), *sizes, weight.data_ptr(), self._packed.data_ptr()
-        )
+        size = packed_size(weight.dtype, self.gated, self.in_features, self.out_features)
+        self._packed = _PAGES.empty((size,), weight.dtype)
+        pack_into(self._packed, weight, gated=self.gated)
         self._width = self.out_features // 2 if self.gated else self.out_features
         self._dtype = weight.dtype
         self._result = result_of(self.gated)
         self.num_bytes = weight.nbytes
         self._bias = None if bias is None else bias.detach()
         self._args = LinearArgs(
-            dtype=dtype,
+            dtype=native_library.DTYPES[weight.dtype],
             spins=spin_count(os.environ),
             in_features=self.in_features,
             out_features=self.out_features,

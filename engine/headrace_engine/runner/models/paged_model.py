@@ -23,6 +23,7 @@ from headrace_engine.runner.batch import StepInputs
 from headrace_engine.runner.contracts import ModelInfo, NewRequest
 from headrace_engine.runner.elementwise import native_ops
 from headrace_engine.runner.fused.decoder_stack import DecoderStack, stackable
+from headrace_engine.runner.fused.expert_fusion import replace_experts
 from headrace_engine.runner.fused.fusion import decoder_layers, fuse_decoder_layers
 from headrace_engine.runner.fused.short_forward import ShortForward
 from headrace_engine.runner.linear import grouped_linear, int8_linear, native_linear, packed_linear
@@ -165,6 +166,8 @@ class PagedModel:
             linear = int8_linear.Int8Linear
         if linear is None:
             return
+        if exact is NativeLinear:
+            replace_experts(self._model)
         if fuse_layers and native_ops.is_built():
             self.num_fused = fuse_decoder_layers(self._model, self.info.max_model_len, keep, linear)
             self._stack = self._stack_layers()

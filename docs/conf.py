@@ -34,6 +34,7 @@ NAVIGATION = {
         "anthropic",
         "webhooks",
         "library",
+        "embeddings",
         "lora",
         "speculative-decoding",
         "deployment",

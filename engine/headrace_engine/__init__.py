@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from headrace_engine.requests.lora_request import LoRARequest as LoRARequest
     from headrace_engine.requests.outputs import CompletionOutput as CompletionOutput
     from headrace_engine.requests.outputs import RequestOutput as RequestOutput
+    from headrace_engine.requests.pooling_outputs import ClassificationRequestOutput as ClassificationRequestOutput
+    from headrace_engine.requests.pooling_outputs import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from headrace_engine.requests.pooling_outputs import ScoringRequestOutput as ScoringRequestOutput
+    from headrace_engine.requests.pooling_params import PoolingParams as PoolingParams
     from headrace_engine.requests.sampling_params import RepetitionDetectionParams as RepetitionDetectionParams
     from headrace_engine.requests.sampling_params import RequestOutputKind as RequestOutputKind
     from headrace_engine.requests.sampling_params import SamplingParams as SamplingParams
@@ -38,7 +42,11 @@ _HOMES = {
     "BeamSearchOutput": "api.beam_search",
     "BeamSearchParams": "api.beam_search",
     "BeamSearchSequence": "api.beam_search",
+    "ClassificationRequestOutput": "requests.pooling_outputs",
     "CompletionOutput": "requests.outputs",
+    "EmbeddingRequestOutput": "requests.pooling_outputs",
+    "PoolingParams": "requests.pooling_params",
+    "ScoringRequestOutput": "requests.pooling_outputs",
     "EngineArgs": "options.engine_args",
     "LLMEngine": "api.llm_engine",
     "LogitsProcessor": "options.logits_processor",

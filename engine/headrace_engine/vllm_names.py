@@ -27,7 +27,7 @@ _PAGE: Final = "docs/vllm.md says what to use instead"
 _ARGUMENTS: Final = (
     "tokenization_kwargs mm_processor_kwargs prompt_text trace_headers data_parallel_rank session_id kv_hints "
     "reasoning_ended reasoning_parser_kwargs reset_running_requests reset_connector usage_context stat_loggers "
-    "enable_multiprocessing start_engine_loop internal"
+    "enable_multiprocessing start_engine_loop internal lora_request chat_template"
 )
 _NOT_HERE: Final[Mapping[str, str]] = {
     "arguments": _ARGUMENTS,
@@ -68,10 +68,13 @@ _NOT_HERE: Final[Mapping[str, str]] = {
     "best_of use_beam_search early_stopping guided_decoding logits_processors truncate_prompt_tokens "
     "update_from_* verify for_sampler_warmup sampling_type eos_token_id all_stop_token_ids "
     "bad_words_token_ids num_logprobs",
+    "PoolingParams": "normalize softmax activation truncate_prompt_tokens truncation_side step_tag_id "
+    "returned_token_ids requires_token_ids task extra_kwargs output_kind skip_reading_prefix_cache "
+    "late_interaction_params verify clone",
     "BeamSearchParams": "structured_outputs skip_special_tokens watermarking",
     "LoRARequest": "base_model_name is_3d_lora_weight",
     "StructuredOutputsParams": "disable_additional_properties structural_tag",
-    "LLM": "model_config encode embed classify score supported_tasks *weight* apply_model collective_rpc enqueue "
+    "LLM": "model_config encode supported_tasks *weight* apply_model collective_rpc enqueue "
     "enqueue_chat wait_for_completion start_profile stop_profile sleep wake_up release_kv_cache_memory "
     "reset_mm_cache get_world_size",
     "LLMEngine": "model_config vllm_config from_vllm_config has_unfinished_requests_dp get_supported_tasks *weight* "
@@ -101,7 +104,7 @@ WITHOUT_EFFECT: Final = {
 """Options that are accepted with any value, because they do not affect results."""
 
 _CHANGING_NOTHING: Final[Mapping[str, tuple[Any, ...]]] = {
-    "runner task": ("generate",),
+    "runner task": ("generate", "pooling"),
     "convert per_request_spec_decode_metrics mamba_cache_mode": ("none",),
     "master_addr": ("127.0.0.1",),
     "master_port": (29501,),

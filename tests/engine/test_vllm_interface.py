@@ -462,13 +462,13 @@ def test_a_parameter_that_is_not_here_is_refused_with_what_to_use(name: str, sen
 
 def test_a_method_that_is_not_here_says_what_to_use(llm: LLM) -> None:
     for call, sentence in (
-        (lambda: llm.embed, "LLM has no embed: docs/vllm.md says what to use instead"),
+        (lambda: llm.encode, "LLM has no encode: docs/vllm.md says what to use instead"),
         (lambda: llm.llm_engine.sleep, "LLMEngine has no sleep: docs/vllm.md"),
         (lambda: llm.nonsense, "LLM has no nonsense$"),
     ):
         with pytest.raises(AttributeError, match=sentence):
             call()
-    assert not hasattr(llm, "score")
+    assert not hasattr(llm, "sleep")
 
 
 def test_an_engine_without_a_tokenizer_serves_token_ids_alone(llama: TinyModel, tmp_path: Path) -> None:

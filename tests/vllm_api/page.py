@@ -83,7 +83,7 @@ Other differences:
 | `model_config`, `vllm_config` | `llm_engine.model_info` |
 | `start_profile`, `stop_profile` | a profiler such as py-spy or torch.profiler |
 | `stat_loggers`, `do_log_stats` | `get_metrics`; [monitoring.md](monitoring.md) for the service |
-| `encode`, `embed`, `classify`, `score`, images, audio, video | none: only text is generated |
+| `encode`, images, audio, video | none: `generate` gives text, and `embed`, `classify` and `score` numbers for texts |
 
 Below is every public name of vLLM {version}, class by class. This page is generated: `cd tests && python -m vllm_api`.
 """

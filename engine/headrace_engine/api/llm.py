@@ -1,4 +1,4 @@
-"""LLM: offline generation for a list of prompts."""
+"""LLM: offline generation, embedding and scoring for a list of prompts."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,13 +11,20 @@ from tqdm.auto import tqdm
 
 from headrace_engine.api.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, search_together
 from headrace_engine.api.input_processor import Prompt
-from headrace_engine.api.llm_engine import LLMEngine, check_engine_args
+from headrace_engine.api.llm_engine import LLMEngine, check_engine_args, config_of
 from headrace_engine.api.metrics import Metric
+from headrace_engine.api.pooling_engine import PoolingEngine, open_pooling_engine, pooling_input
 from headrace_engine.errors import HeadraceEngineError, InvalidRequestError
 from headrace_engine.options.engine_args import EngineArgs
 from headrace_engine.plain_values import plain_list
 from headrace_engine.requests.lora_request import LoRARequest
 from headrace_engine.requests.outputs import Logprob, RequestOutput
+from headrace_engine.requests.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    ScoringRequestOutput,
+)
+from headrace_engine.requests.pooling_params import PoolingParams
 from headrace_engine.requests.sampling_params import RequestOutputKind, SamplingParams
 from headrace_engine.text.chat import ChatMessage, ContentFormat
 from headrace_engine.text.chat_template import read_template
@@ -29,7 +36,7 @@ Progress = bool | Callable[..., Any]
 
 
 class LLM:
-    """A model, ready to complete prompts.
+    """A model, ready to complete prompts, or to embed or score texts if that is what its folder holds.
 
         llm = LLM("path/or/name")
         for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
@@ -48,7 +55,10 @@ class LLM:
     def __init__(self, model: str, *, chat_template: str | Path | None = None, **engine_args: Any) -> None:
         args = EngineArgs(model=model, **engine_args)
         self._chat_template = read_template(chat_template)
-        self.engine = LLMEngine.from_engine_args(args)
+        self._model = model
+        config = config_of(args)
+        self._pooling = open_pooling_engine(config)
+        self._engine = LLMEngine(config) if self._pooling is None else None
         self._next_id = 0
 
     @classmethod
@@ -65,6 +75,24 @@ class LLM:
 
         def __getattr__(self, name: str) -> Any:
             raise missing_attribute("LLM", name)
+
+    @property
+    def engine(self) -> LLMEngine:
+        """The engine of a model that generates. Raises InvalidRequestError for another model."""
+        if self._engine is None:
+            tasks = " and ".join(self.pooling_engine.info.tasks)
+            raise InvalidRequestError(f"model {self._model!r} does not generate: use {tasks}")
+        return self._engine
+
+    @property
+    def pooling_engine(self) -> PoolingEngine:
+        """The engine of a model that embeds or scores. Raises InvalidRequestError for another model."""
+        if self._pooling is None:
+            raise InvalidRequestError(
+                f"model {self._model!r} generates text; it computes no embeddings or scores: its folder has no "
+                "modules.json, and no encoder or classifier in config.json"
+            )
+        return self._pooling
 
     @property
     def llm_engine(self) -> LLMEngine:
@@ -134,6 +162,78 @@ class LLM:
             chat_template_kwargs=chat_template_kwargs,
         )
         return self._run(conversations, sampling_params, priority, add, use_tqdm, lora_request)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: Progress = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt, in the order of the prompts.
+
+        Args:
+            prompts: as for `generate`. Token ids are taken as they are, without special tokens.
+            use_tqdm: as for `generate`.
+            pooling_params: for all prompts.
+            lora_request, tokenization_kwargs: not supported.
+
+        Raises:
+            InvalidRequestError: a prompt or parameter is invalid, or the model does not embed. Nothing was computed.
+            HeadraceEngineError: an embedding is not finite. Names the index of its prompt.
+        """
+        refuse_arguments({"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs})
+        items = _as_list("prompts", prompts, is_single=_is_single_prompt)
+        params = _pooling_params(pooling_params)
+        with _progress_bar(use_tqdm, len(items), "Embedding", "text") as bar:
+            return self.pooling_engine.embed([pooling_input(item) for item in items], params, bar.update)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: Progress = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Return the probability of each class for each prompt, which may also be a pair of texts: ("a", "b").
+
+        Takes the arguments of `embed`, and raises its errors.
+        """
+        refuse_arguments({"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs})
+        items = _as_list("prompts", prompts, is_single=_is_single_prompt)
+        params = _pooling_params(pooling_params)
+        with _progress_bar(use_tqdm, len(items), "Classifying", "text") as bar:
+            return self.pooling_engine.classify([pooling_input(item) for item in items], params, bar.update)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        use_tqdm: Progress = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return the score of each pair: one text of `data_1` for all of `data_2`, or one for each.
+
+        A cross-encoder reads both texts of a pair together. A model that embeds gives the cosine of their embeddings.
+        `chat_template` is not supported. Takes the other arguments of `embed`, and raises its errors.
+        """
+        refuse_arguments(
+            {"lora_request": lora_request, "tokenization_kwargs": tokenization_kwargs, "chat_template": chat_template}
+        )
+        first, second = (
+            _as_list(name, data, is_single=lambda _: False) for name, data in (("data_1", data_1), ("data_2", data_2))
+        )
+        params = _pooling_params(pooling_params)
+        with _progress_bar(use_tqdm, len(second), "Scoring", "pair") as bar:
+            return self.pooling_engine.score(first, second, params, bar.update)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of calls that give none. The option `generation_config` determines them."""
@@ -220,7 +320,9 @@ class LLM:
 
     def close(self) -> None:
         """Shut down the engine."""
-        self.engine.close()
+        for engine in (self._engine, self._pooling):
+            if engine is not None:
+                engine.close()
 
     shutdown = close
 
@@ -283,7 +385,13 @@ def _as_list(name: str, given: Any, is_single: Callable[[Any], bool]) -> list[An
             raise InvalidRequestError(f"{name} must be one or a list of them, got a {type(given).__name__}")
         if not isinstance(given, Sequence):
             given = list(given)
-    return [given] if isinstance(given, Mapping) or is_single(given) else list(given)
+    return [given] if isinstance(given, str | Mapping) or is_single(given) else list(given)
+
+
+def _pooling_params(given: PoolingParams | None) -> PoolingParams:
+    if given is not None and not isinstance(given, PoolingParams):
+        raise InvalidRequestError(f"pooling_params must be PoolingParams, got a {type(given).__name__}")
+    return given or PoolingParams()
 
 
 def _one_each(name: str, given: Any, count: int, kind: type) -> list[Any]:

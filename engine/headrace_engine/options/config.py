@@ -192,6 +192,8 @@ class SchedulerOptions:
 class SchedulerConfig(SchedulerOptions):
     max_num_batched_tokens: int = 2048
     """Token budget of one step. 0: the default of an engine other than Headrace's."""
+    max_pooling_tokens: int = 1024
+    """Token budget of one step of a model that embeds or scores."""
     policy: SchedulingPolicy = "fcfs"
 
 

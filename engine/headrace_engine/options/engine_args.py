@@ -86,6 +86,10 @@ class EngineArgs(EngineOptions):
             return 0
         return max(DEVICES[self.device].token_budget, self.max_num_seqs)
 
+    def _pooling_budget(self) -> dict[str, int]:
+        given = self.max_num_batched_tokens
+        return {} if given is None else {"max_pooling_tokens": given}
+
     def create_engine_config(self) -> EngineConfig:
         return self._normalised()._create_engine_config()
 
@@ -101,7 +105,10 @@ class EngineArgs(EngineOptions):
             ),
             cache=self._topic(CacheConfig),
             scheduler=self._topic(
-                SchedulerConfig, max_num_batched_tokens=self._token_budget(), policy=self.scheduling_policy
+                SchedulerConfig,
+                max_num_batched_tokens=self._token_budget(),
+                policy=self.scheduling_policy,
+                **self._pooling_budget(),
             ),
             speculative=SpeculativeConfig.from_map(drafts) if drafts is not None and is_own else None,
             speculative_options=dict(drafts) if drafts is not None and not is_own else None,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 from headrace_engine.requests.lora_request import LoRARequest
-from headrace_engine.requests.pooling_request import PoolingTask
+from headrace_engine.requests.pooling_request import PoolingCoreRequest, PoolingTask
 from headrace_engine.requests.sampling_params import SamplingParams
 
 DRAWS: Final = "headrace-1"
@@ -271,6 +271,56 @@ class ModelRunner(AdapterLoader, Protocol):
     def warm_up(self) -> None: ...
 
     def execute_model(self, batch: StepBatch) -> StepOutput: ...
+
+    def shutdown(self) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolingInput:
+    """The tokens of one text, or of one pair of texts."""
+
+    token_ids: list[int]
+    second_from: int = 0
+    """Index of the first token of type 1. 0: all tokens have type 0."""
+    pooled_from: int = 0
+    """Index of the first token that is pooled."""
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolingBatch:
+    """The inputs of one step of a pooling model."""
+
+    requests: list[tuple[PoolingCoreRequest, list[int]]]
+    """Each request with the indices of its inputs in this step."""
+
+    def inputs(self) -> list[PoolingInput]:
+        """Return the inputs of all requests in their order."""
+        return [
+            PoolingInput(
+                token_ids=request.inputs[index],
+                second_from=request.second_from[index] if request.second_from else 0,
+                pooled_from=request.num_prompt_tokens,
+            )
+            for request, indices in self.requests
+            for index in indices
+        ]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(request.inputs[index]) for request, indices in self.requests for index in indices)
+
+
+class PoolingRunner(Protocol):
+    """Computes rows of numbers. Created by `headrace_engine.runner.loader.create_pooling_runner`."""
+
+    def load_model(self) -> ModelInfo:
+        """Load the model. `ModelInfo.pooling` of the result is set."""
+
+    def compute(self, batch: PoolingBatch) -> list[bytes | None]:
+        """Return the row of each input, in the order of the batch: little-endian float32.
+
+        None: the row has a number that is not finite.
+        """
 
     def shutdown(self) -> None: ...
 

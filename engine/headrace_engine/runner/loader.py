@@ -6,7 +6,7 @@ import sys
 from headrace_engine.errors import ConfigError
 from headrace_engine.options.config import EngineConfig
 from headrace_engine.options.devices import DEVICES
-from headrace_engine.runner.contracts import ModelRunner
+from headrace_engine.runner.contracts import ModelRunner, PoolingRunner
 
 
 def create_runner(config: EngineConfig) -> ModelRunner:
@@ -32,3 +32,10 @@ def create_runner(config: EngineConfig) -> ModelRunner:
     from headrace_engine.runner.cpu import CPURunner
 
     return CPURunner(config)
+
+
+def create_pooling_runner(config: EngineConfig) -> PoolingRunner:
+    """Create the runner of a model that embeds or scores. Its model is not loaded yet."""
+    from headrace_engine.runner.pooling.pooling_runner import CPUPoolingRunner
+
+    return CPUPoolingRunner(config)

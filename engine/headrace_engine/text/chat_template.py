@@ -41,6 +41,11 @@ def rendered(
     return _render(template, messages, options, special_tokens)
 
 
+def rendered_pair(template: str, messages: list[dict[str, Any]], special_tokens: Mapping[str, str]) -> str:
+    """Render the query and the document of a pair as sentence-transformers does, without a turn of the assistant."""
+    return _render(template, messages, ChatOptions(add_generation_prompt=False), special_tokens)
+
+
 def _render(
     template: str, messages: list[dict[str, Any]], options: ChatOptions, special_tokens: Mapping[str, str]
 ) -> str:

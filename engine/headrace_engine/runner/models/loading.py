@@ -61,8 +61,7 @@ def load_weights(
         attention: a method with the signature of an attention function of transformers (`AttentionInterface`).
         packed: keep the blocks of a GGUF file, or the integers of a quantised checkpoint.
     """
-    name = f"headrace_{next(_names)}"
-    AttentionInterface.register(name, _without_holding(attention))
+    name = register_attention(attention)
     transformers_logging.disable_progress_bar()
     logger.info("reading the weights of %s", config.model)
     source, options = pretrained_source(config.model, config.revision)
@@ -99,6 +98,13 @@ def load_weights(
     return model.eval()
 
 
+def register_attention(method: Any) -> str:
+    """Register a method with the signature of an attention function of transformers. Return its unique name."""
+    name = f"headrace_{next(_names)}"
+    AttentionInterface.register(name, _without_holding(method))
+    return name
+
+
 def keeps_packed(config: ModelConfig, hf_config: Any, dtype: torch.dtype) -> bool:
     """Whether quantised weights stay packed on a CPU. Logs why they do not. The readers' errors pass through."""
     if not _is_quantised(config, hf_config):
@@ -124,7 +130,7 @@ def _is_gguf_file(config: ModelConfig) -> bool:
 
 
 def _is_quantised(config: ModelConfig, hf_config: Any) -> bool:
-    return _is_gguf_file(config) or _quantisation(hf_config) is not None
+    return _is_gguf_file(config) or quantisation_of(hf_config) is not None
 
 
 def _reason_to_dequantise(config: ModelConfig, dtype: torch.dtype) -> str | None:
@@ -141,7 +147,7 @@ def _quantised_weights(
     config: ModelConfig, hf_config: Any, dtype: torch.dtype, packed: bool
 ) -> AbstractContextManager[dict[str, Any]]:
     """Let transformers load quantised weights. Yields arguments of `from_pretrained`."""
-    quantisation = _quantisation(hf_config)
+    quantisation = quantisation_of(hf_config)
     if quantisation is not None:
         reader = reader_for(config.model, quantisation)
         return quantised_weights(reader, dtype, packed=packed, batch_invariant=config.batch_invariant)
@@ -159,7 +165,7 @@ def check_architecture(config: ModelConfig, hf_config: Any) -> None:
         ModelLoadError: the model is not a decoder, its attention cannot be paged, or it is quantised in a way that is
             not served.
     """
-    quantisation = _quantisation(hf_config)
+    quantisation = quantisation_of(hf_config)
     if quantisation is not None:
         reader_for(config.model, quantisation)
     if getattr(hf_config, "is_encoder_decoder", False):
@@ -182,7 +188,7 @@ def check_architecture(config: ModelConfig, hf_config: Any) -> None:
         )
 
 
-def _quantisation(hf_config: Any) -> dict[str, Any] | None:
+def quantisation_of(hf_config: Any) -> dict[str, Any] | None:
     """Return the `quantization_config` of config.json."""
     for config in (hf_config, hf_config.get_text_config()):
         found = getattr(config, "quantization_config", None)
@@ -194,7 +200,7 @@ def _quantisation(hf_config: Any) -> dict[str, Any] | None:
 
 def _without_quantisation(hf_config: Any) -> Any:
     """Return the config as that of weights that are not quantised: transformers' own quantisers must not see them."""
-    if _quantisation(hf_config) is None:
+    if quantisation_of(hf_config) is None:
         return hf_config
     plain = copy.deepcopy(hf_config)
     for config in (plain, plain.get_text_config()):

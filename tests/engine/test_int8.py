@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from engine.gguf_files import write_model
+from engine.packed_models import load
 from engine.perplexity import perplexity, prompts
 from engine.tiny_models import TinyModel
 from headrace_engine import LLM, SamplingParams
@@ -17,6 +19,7 @@ from headrace_engine.errors import ConfigError
 from headrace_engine.options.engine_args import EngineArgs
 from headrace_engine.runner.elementwise import native_ops
 from headrace_engine.runner.linear import int8_linear
+from headrace_engine.runner.linear.grouped_linear import grouped_weights
 from headrace_engine.runner.linear.int8_linear import Int8Linear
 from headrace_engine.runner.models.paged_model import PagedModel
 
@@ -114,6 +117,12 @@ def test_generation_works_with_preemption_and_shared_prefixes(tiny_model: Callab
 def test_what_cannot_be_is_refused_at_the_door(options: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineArgs(model="m", **options).create_engine_config()
+
+
+def test_a_gguf_file_is_dequantised_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_model(tmp_path / "tiny.gguf", "llama", lambda _: "Q8_0")
+    assert not grouped_weights(load(path, "bfloat16", quantization="int8"))
+    assert "the GGUF file is dequantised: its weights become int8" in caplog.text
 
 
 def test_a_processor_without_the_instructions_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -272,6 +272,7 @@ def test_a_draft_model_takes_no_revision_and_no_generation_config_of_the_served_
 
     class Model:
         info = types.SimpleNamespace(vocab_size=VOCAB_SIZE)
+        bytes_per_state = 0
 
         def __init__(self, model: ModelConfig, _cache: object) -> None:
             taken.append(model)

@@ -19,7 +19,8 @@ from headrace_engine.requests.pooling_outputs import (
 )
 from headrace_engine.requests.pooling_params import PoolingParams
 from headrace_engine.requests.pooling_request import PoolingCoreRequest, PoolingTask
-from headrace_engine.text.pooling_input import PoolingTokenizer, TokenizedInputs, check_dimensions
+from headrace_engine.text.pooling_input import PoolingTokenizer, TokenizedInputs
+from headrace_engine.text.tokenizer import ModelTokenizer
 from headrace_engine.text.tokenizer_parts import TokenizerParts
 
 Progress = Callable[[int], Any]
@@ -39,13 +40,8 @@ class PoolingEngine:
         self.model_info = self._core.model_info
         assert self.model_info.pooling is not None
         self.info = self.model_info.pooling
-        spec = read_pooling_spec(config.model.model)
-        self._tokenizer = PoolingTokenizer(
-            TokenizerParts(**self._core.call("tokenizer").result()),
-            self.info,
-            self.model_info.vocab_size,
-            renders_pairs=spec is not None and spec.head == "logit_score",
-        )
+        tokenizer = ModelTokenizer(TokenizerParts(**self._core.call("tokenizer").result()))
+        self._tokenizer = PoolingTokenizer(tokenizer, self.info, self.model_info.vocab_size)
         self._next_id = 0
 
     def embed(self, inputs: Sequence[Any], params: PoolingParams, progress: Progress) -> list[EmbeddingRequestOutput]:
@@ -56,8 +52,7 @@ class PoolingEngine:
             HeadraceEngineError: a row is not finite. Names the index of its input.
         """
         self._check_task("embed")
-        check_dimensions(self.info, params.dimensions)
-        tokenized = self._tokenizer.tokenize(inputs, params)
+        tokenized = self._tokenizer.tokenize("embed", inputs, params)
         rows = self._compute("embed", tokenized, params, progress)
         return [
             EmbeddingRequestOutput(request_id=name, prompt_token_ids=ids, outputs=EmbeddingOutput(row))
@@ -72,7 +67,7 @@ class PoolingEngine:
         Raises the errors of `embed`.
         """
         self._check_task("classify")
-        tokenized = self._tokenizer.tokenize(inputs, params, cut="longest_first")
+        tokenized = self._tokenizer.tokenize("classify", inputs, params)
         rows = self._compute("classify", tokenized, params, progress)
         return [
             ClassificationRequestOutput(request_id=name, prompt_token_ids=ids, outputs=ClassificationOutput(row))
@@ -95,7 +90,7 @@ class PoolingEngine:
             return self._cosines(queries, documents, params, progress)
         self._check_task("score")
         pairs = [(queries[index if len(queries) > 1 else 0], document) for index, document in enumerate(documents)]
-        tokenized = self._tokenizer.tokenize(pairs, params, cut="only_second")
+        tokenized = self._tokenizer.tokenize("score", pairs, params)
         rows = self._compute("score", tokenized, params, progress)
         return [
             ScoringRequestOutput(request_id=name, prompt_token_ids=ids, outputs=ScoringOutput(row[0]))
@@ -105,8 +100,7 @@ class PoolingEngine:
     def _cosines(
         self, queries: Sequence[str], documents: Sequence[str], params: PoolingParams, progress: Progress
     ) -> list[ScoringRequestOutput]:
-        check_dimensions(self.info, params.dimensions)
-        tokenized = self._tokenizer.tokenize([*queries, *documents], params)
+        tokenized = self._tokenizer.tokenize("embed", [*queries, *documents], params)
         vectors = self._compute("embed", tokenized, params, progress, normalize=True)
         found = []
         for index, name in enumerate(self._names(len(documents))):

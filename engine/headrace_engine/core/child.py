@@ -2,20 +2,29 @@
 
 import gc
 import sys
+from collections.abc import Callable
+from typing import TypeVar
 
-from headrace_engine.core.runner_factory import create_runner
+from headrace_engine.checkpoints.pooling_folder import read_pooling_spec
+from headrace_engine.core.runner_factory import create_pooling_runner, create_runner
 from headrace_engine.core.serving import Core, run
 from headrace_engine.options.config import EngineConfig
-from headrace_engine.runner.contracts import ModelRunner
+
+Runner = TypeVar("Runner")
 
 
 def _make_core(config: EngineConfig) -> Core:
-    from headrace_engine.core.engine_core import EngineCore  # imported here, so that `run` reports a missing package
+    # the cores are imported here, so that `run` reports a missing package
+    if read_pooling_spec(config.model.model) is not None:
+        from headrace_engine.core.pooling_core import PoolingCore
 
-    return EngineCore(config, _import_runner(config))
+        return PoolingCore(config, _import_runner(create_pooling_runner, config))
+    from headrace_engine.core.engine_core import EngineCore
+
+    return EngineCore(config, _import_runner(create_runner, config))
 
 
-def _import_runner(config: EngineConfig) -> ModelRunner:
+def _import_runner(create: Callable[[EngineConfig], Runner], config: EngineConfig) -> Runner:
     """Create the runner. Its imports create half a million permanent objects, so keep them from garbage collection.
 
     Otherwise collection would take an eighth of the import time. Later it would now and then stall a step for a quarter
@@ -23,7 +32,7 @@ def _import_runner(config: EngineConfig) -> ModelRunner:
     """
     gc.disable()
     try:
-        return create_runner(config)
+        return create(config)
     finally:
         gc.freeze()
         gc.enable()

@@ -197,6 +197,8 @@ class PoolingInfo:
     default_prompt_name: str | None = None
     pools_prompt: bool = True
     """Whether the prompt's tokens are part of the pooling."""
+    renders_pairs: bool = False
+    """Whether a pair is rendered by the chat template, with the roles query and document."""
     max_step_tokens: int = 1024
     """Tokens of a step, unless one input has more."""
     batch_invariant: bool = False

@@ -3,23 +3,23 @@
 Checks everything that can be checked without the model, and reports all problems at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding
 
-from headrace_engine.errors import InvalidRequestError
+from headrace_engine.errors import ContextLengthError, InvalidRequestError
 from headrace_engine.requests.pooling_params import PoolingParams
+from headrace_engine.requests.pooling_request import PoolingTask
 from headrace_engine.runner.contracts import PoolingInfo
-from headrace_engine.text import chat_template
-from headrace_engine.text.tokenizer_parts import TokenizerParts
+from headrace_engine.text.tokenizer import ModelTokenizer
 from headrace_wire.values import is_integer, is_unicode, shown
 
 Pair = tuple[str, str]
-Cut = Literal["longest_first", "only_second"]
-"""Which text of a pair is cut: the longer one, token by token, or the second one."""
 
+_CUTS: Final[Mapping[PoolingTask, str]] = {"classify": "longest_first", "score": "only_second"}
+"""Which text of a pair is cut: the longer one, token by token, or the second one. An embedding has no pairs."""
 _MOST_PROBLEMS: Final = 8
 
 
@@ -37,83 +37,98 @@ class TokenizedInputs:
 class PoolingTokenizer:
     """
     Args:
-        parts: the tokenizer of the model.
+        tokenizer: of the model. Its settings change from call to call, so that it is not thread-safe.
         info: what the model takes.
-        renders_pairs: whether a pair is rendered by the chat template, with the roles query and document.
-
-    Not thread-safe: the settings of the tokenizer change from call to call.
     """
 
-    def __init__(self, parts: TokenizerParts, info: PoolingInfo, vocab_size: int, *, renders_pairs: bool) -> None:
-        self._backend: Tokenizer = Tokenizer.from_buffer(parts.tokenizer_json)
-        self._info = info
+    def __init__(self, tokenizer: ModelTokenizer, info: PoolingInfo, vocab_size: int) -> None:
+        self.info = info
+        self._tokenizer = tokenizer
+        self._backend = tokenizer.backend
+        self._backend.no_truncation()  # the file of a tokenizer may set both, for other programs
+        self._backend.no_padding()
         self._vocab_size = vocab_size
-        self._special_tokens = parts.special_tokens
-        self._template = parts.chat_template if renders_pairs else None
-        self._special_ids = {self._backend.token_to_id(token) for token in parts.special_tokens.values()}
 
-    def tokenize(self, inputs: Sequence[Any], params: PoolingParams, cut: Cut | None = None) -> TokenizedInputs:
+    def tokenize(
+        self, task: PoolingTask, inputs: Sequence[Any], params: PoolingParams, *, max_total: int | None = None
+    ) -> TokenizedInputs:
         """Tokenise inputs: all texts or pairs of texts, or all lists of token ids.
 
         Args:
-            cut: how pairs are cut. None: pairs are refused.
+            max_total: tokens of all inputs together, after they are cut.
 
         Raises:
             InvalidRequestError: names every problem, at most eight of the inputs.
+            ContextLengthError: inputs are too long, and there is no other problem.
         """
-        prompt = self._prompt(params)
-        check = _Problems()
+        check = _Problems("documents" if task == "score" else "input")
+        for problem in self._option_problems(params):
+            check.add(problem)
         kinds = [self._kind(index, one, check) for index, one in enumerate(inputs)]
         if "ids" in kinds and {"text", "pair"} & set(kinds):
             check.add("input holds text and token ids: use one kind")
         if not inputs:
             check.add("input must hold at least one text or list of token ids")
-        if cut is None and "pair" in kinds:
+        if task not in _CUTS and "pair" in kinds:
             check.add(f"input[{kinds.index('pair')}] is a pair of texts, which has no embedding: send two texts")
         check.done()
-        limit = min(params.max_tokens or self._info.max_input_tokens, self._info.max_input_tokens)
+        limit = params.max_tokens or self.info.max_input_tokens
         if "ids" in kinds:
             found = self._take_ids(inputs, limit, params, check)
         else:
-            found = self._tokenize(inputs, prompt, limit, params, cut, check)
+            found = self._tokenize(task, inputs, self._prompt(params), limit, params, check)
+        total = sum(map(len, found.inputs))
+        if max_total is not None and total > max_total:
+            check.add(f"the inputs have {total} tokens, at most {max_total} are taken")
         check.done()
         return found
+
+    def _option_problems(self, params: PoolingParams) -> Iterator[str]:
+        info, own, asked = self.info, self.info.dimensions, params.dimensions
+        if params.prompt_name is not None and params.prompt_name not in info.prompts:
+            known = f"has {', '.join(info.prompts)}" if info.prompts else "has none"
+            yield f"prompt_name {params.prompt_name!r} is unknown; this model {known}"
+        if params.max_tokens is not None and params.max_tokens > info.max_input_tokens:
+            yield f"max_tokens must be at most {info.max_input_tokens}, the model's limit, got {params.max_tokens}"
+        if asked is None or asked == own:
+            return
+        if asked > own:
+            yield f"dimensions must be 1 to {own}, got {asked}"
+        elif info.matryoshka_dimensions and asked not in info.matryoshka_dimensions:
+            known = ", ".join(map(str, sorted({*info.matryoshka_dimensions, own}, reverse=True)))
+            yield f"this model has the dimensions {known}, not {asked}"
+        elif not info.matryoshka_dimensions and not info.takes_any_dimensions:
+            yield f"this model was not trained for fewer dimensions than {own}, got {asked}"
 
     def _prompt(self, params: PoolingParams) -> str:
         """Return the text before each input."""
         if params.prompt is not None:
             return params.prompt
-        prompts = self._info.prompts
-        name = self._info.default_prompt_name if params.prompt_name is None else params.prompt_name
-        if name is None:
-            return ""
-        if name not in prompts:
-            known = f"this model has {', '.join(prompts)}" if prompts else "this model has none"
-            raise InvalidRequestError(f"prompt_name {name!r} is unknown; {known}")
-        return prompts[name]
+        name = self.info.default_prompt_name if params.prompt_name is None else params.prompt_name
+        return "" if name is None else self.info.prompts[name]
 
     def _kind(self, index: int, one: Any, check: "_Problems") -> str:
         if isinstance(one, str):
             if not one:
-                check.add(f"input[{index}] must not be empty")
-            elif self._template is not None:
-                check.add(f"input[{index}] must be a pair of texts: the model scores a query and a document")
+                check.at(index, "must not be empty")
+            elif self.info.renders_pairs:
+                check.at(index, "must be a pair of texts: the model scores a query and a document")
             elif not is_unicode(one):
-                check.add(f"input[{index}] must be valid Unicode text, got a lone surrogate")
+                check.at(index, "must be valid Unicode text, got a lone surrogate")
             return "text"
         if isinstance(one, Sequence) and not isinstance(one, bytes):
             if not one:
-                check.add(f"input[{index}] must not be empty")
+                check.at(index, "must not be empty")
                 return "ids"
             if len(one) == 2 and all(isinstance(text, str) for text in one):
                 if not all(one) or not all(map(is_unicode, one)):
-                    check.add(f"input[{index}] must be two texts of valid Unicode that are not empty")
+                    check.at(index, "must be two texts of valid Unicode that are not empty")
                 return "pair"
             wrong = next((token for token in one if not is_integer(token) or not 0 <= token < self._vocab_size), None)
             if wrong is not None:
-                check.add(f"input[{index}] must hold token ids of 0 to {self._vocab_size - 1}, got {shown(wrong)}")
+                check.at(index, f"must hold token ids of 0 to {self._vocab_size - 1}, got {shown(wrong)}")
             return "ids"
-        check.add(f"input[{index}] must be text, a pair of texts, or a list of token ids, got a {type(one).__name__}")
+        check.at(index, f"must be text, a pair of texts, or a list of token ids, got a {type(one).__name__}")
         return "text"
 
     def _take_ids(
@@ -131,13 +146,18 @@ class PoolingTokenizer:
         return found
 
     def _tokenize(
-        self, inputs: Sequence[Any], prompt: str, limit: int, params: PoolingParams, cut: Cut | None, check: "_Problems"
+        self,
+        task: PoolingTask,
+        inputs: Sequence[Any],
+        prompt: str,
+        limit: int,
+        params: PoolingParams,
+        check: "_Problems",
     ) -> TokenizedInputs:
-        special = params.add_special_tokens and self._template is None
-        excluded = 0 if self._info.pools_prompt or not prompt else self._prompt_tokens(prompt, special=special)
+        special = params.add_special_tokens and not self.info.renders_pairs
+        excluded = 0 if self.info.pools_prompt or not prompt else self._prompt_tokens(prompt, special=special)
         found = TokenizedInputs(inputs=[], second_from=[], num_prompt_tokens=excluded)
         rendered = [self._rendered(one, prompt) for one in inputs]
-        self._backend.no_truncation()
         encodings = self._backend.encode_batch(rendered, add_special_tokens=special)
         for index, (given, text, encoding) in enumerate(zip(inputs, rendered, encodings, strict=True)):
             own = encoding
@@ -147,16 +167,16 @@ class PoolingTokenizer:
                     continue
                 found.truncated.append(index)
                 direction = "right" if params.truncate == "end" else "left"
-                if self._template is None:
-                    shortened = self._cut(text, limit, direction, cut, special=special)
-                else:
+                if self.info.renders_pairs:
                     shortened = self._cut_document(given, prompt, limit, direction)
+                else:
+                    shortened = self._cut(text, limit, direction, _CUTS.get(task, "longest_first"), special=special)
                 if shortened is None:
-                    check.add(f"input[{index}] has a query that leaves no room for the document in {limit} tokens")
+                    check.too_long_at(index, f"has a query that leaves no room for the document in {limit} tokens")
                     continue
                 own = shortened
             if len(own.ids) <= excluded:
-                check.add(f"input[{index}] has no tokens beside the prompt")
+                check.at(index, "has no tokens beside the prompt")
             found.inputs.append(own.ids)
             found.second_from.append(own.type_ids.index(1) if 1 in own.type_ids else 0)
         if not any(found.second_from):
@@ -164,23 +184,18 @@ class PoolingTokenizer:
         return found
 
     def _rendered(self, one: Any, prompt: str) -> Any:
-        if self._template is None:
-            return prompt + one if isinstance(one, str) else (prompt + one[0], one[1])
-        query, document = one
-        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
-        if prompt:
-            messages.insert(0, {"role": "system", "content": prompt})
-        return chat_template.rendered_pair(self._template, messages, self._special_tokens)
+        if self.info.renders_pairs:
+            query, document = one
+            return self._tokenizer.rendered_pair(query, document, prompt)
+        return prompt + one if isinstance(one, str) else (prompt + one[0], one[1])
 
     def _prompt_tokens(self, prompt: str, *, special: bool) -> int:
         """Return the number of tokens of the prompt alone, without a special token at its end."""
-        self._backend.no_truncation()
         ids = self._backend.encode(prompt, add_special_tokens=special).ids
-        return len(ids) - (1 if ids and ids[-1] in self._special_ids else 0)
+        return len(ids) - (1 if ids and ids[-1] in self._tokenizer.special_ids else 0)
 
-    def _cut(self, text: str | Pair, limit: int, direction: str, cut: Cut | None, *, special: bool) -> Encoding | None:
+    def _cut(self, text: str | Pair, limit: int, direction: str, strategy: str, *, special: bool) -> Encoding | None:
         """Tokenise a text or pair that is too long. Return None if its first text alone is too long."""
-        strategy = "longest_first" if cut is None else cut
         self._backend.enable_truncation(limit, strategy=strategy, direction=direction)
         texts: Any = (text,) if isinstance(text, str) else text
         try:
@@ -207,34 +222,36 @@ class PoolingTokenizer:
 
 
 class _Problems:
-    """Collects the problems of inputs, and raises them together."""
+    """Collects the problems of inputs, and raises them together.
 
-    def __init__(self) -> None:
+    Args:
+        name: of the inputs, in messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._found: list[str] = []
+        self._too_long: list[str] = []
 
     def add(self, problem: str) -> None:
         self._found.append(problem)
 
+    def at(self, index: int, problem: str) -> None:
+        """Add a problem of one input."""
+        self.add(f"{self._name}[{index}] {problem}")
+
+    def too_long_at(self, index: int, problem: str) -> None:
+        """Add an input that is too long for the model."""
+        self._too_long.append(f"{self._name}[{index}] {problem}")
+
     def too_long(self, index: int, tokens: int, limit: int) -> None:
-        self.add(f'input[{index}] has {tokens} tokens, the model takes {limit}: send less text, or truncate: "end"')
+        self.too_long_at(index, f'has {tokens} tokens, the model takes {limit}: send less text, or truncate: "end"')
 
     def done(self) -> None:
-        """Raise InvalidRequestError if there are problems."""
-        more = len(self._found) - _MOST_PROBLEMS
+        """Raise the error for all problems, if there are any."""
+        problems = self._found + self._too_long
+        more = len(problems) - _MOST_PROBLEMS
         if more > 0:
-            self._found[_MOST_PROBLEMS:] = [f"and {more} more inputs have problems"]
-        if self._found:
-            raise InvalidRequestError(self._found)
-
-
-def check_dimensions(info: PoolingInfo, dimensions: int | None) -> None:
-    """Refuse a length of embeddings that the model was not trained for. Raises InvalidRequestError."""
-    if dimensions is None or dimensions == info.dimensions:
-        return
-    if dimensions > info.dimensions:
-        raise InvalidRequestError(f"dimensions must be 1 to {info.dimensions}, got {dimensions}")
-    if info.matryoshka_dimensions and dimensions not in info.matryoshka_dimensions:
-        known = ", ".join(map(str, sorted({*info.matryoshka_dimensions, info.dimensions}, reverse=True)))
-        raise InvalidRequestError(f"this model has the dimensions {known}, not {dimensions}")
-    if not info.matryoshka_dimensions and not info.takes_any_dimensions:
-        raise InvalidRequestError(f"this model was not trained for fewer dimensions than {info.dimensions}")
+            problems[_MOST_PROBLEMS:] = [f"and {more} more inputs have problems"]
+        if problems:
+            raise InvalidRequestError(problems) if self._found else ContextLengthError(problems)

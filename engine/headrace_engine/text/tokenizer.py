@@ -107,6 +107,20 @@ class ModelTokenizer:
         # The template contains the special tokens.
         return text, self.encode_plain(text)
 
+    @property
+    def special_ids(self) -> set[int | None]:
+        """The ids of the special tokens that have a name, such as the end token."""
+        return {self.backend.token_to_id(token) for token in self._special_tokens.values()}
+
+    def rendered_pair(self, query: str, document: str, prompt: str) -> str:
+        """Render a pair by the model's chat template, without a turn of the assistant."""
+        if not self._chat_template:
+            raise InvalidRequestError("the model renders pairs of texts, but has no chat template")
+        messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        if prompt:
+            messages.insert(0, {"role": "system", "content": prompt})
+        return chat_template.rendered_pair(self._chat_template, messages, self._special_tokens)
+
     def _render_chat(self, template: str, conversation: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
         return chat_template.rendered(template, conversation, options, self._special_tokens)
 

@@ -69,7 +69,9 @@ def test_only_the_document_of_a_pair_is_cut(pooling_llm: Load) -> None:
         kept = whole.prompt_token_ids.index(ids[-3])  # the query, and what stands before the document
         assert ids[:kept] == whole.prompt_token_ids[:kept]
         assert ids[-1] == whole.prompt_token_ids[-1]
-        with pytest.raises(InvalidRequestError, match=r"input\[0\] has a query that leaves no room for the document"):
+        with pytest.raises(
+            InvalidRequestError, match=r"documents\[0\] has a query that leaves no room for the document"
+        ):
             llm.score("mill " * 90, "water", use_tqdm=False, pooling_params=PoolingParams(truncate="end"))
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from headrace_broker.content import loads
 from headrace_engine.api.input_processor import InputProcessor
-from headrace_engine.api.pooling_processor import PoolingProcessor
+from headrace_engine.text.pooling_input import PoolingTokenizer
 from headrace_engine.text.tokenizer import ModelTokenizer
 from headrace_workers.preparation.intake import Intake, Prepared
 from headrace_workers.preparation.pooling_intake import PoolingIntake, PreparedInputs
@@ -25,9 +25,10 @@ def intake_of(
     processor: InputProcessor, tokenizer: ModelTokenizer, served_names: Sequence[str]
 ) -> Intake | PoolingIntake:
     """Return the intake for the kind of the processor's model."""
-    if processor.model_info.pooling is None:
+    pooling = processor.model_info.pooling
+    if pooling is None:
         return Intake(processor, served_names)
-    return PoolingIntake(PoolingProcessor(processor.model_info, tokenizer), served_names)
+    return PoolingIntake(PoolingTokenizer(tokenizer, pooling, processor.model_info.vocab_size), served_names)
 
 
 class PlainRequests:

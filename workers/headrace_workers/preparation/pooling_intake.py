@@ -5,13 +5,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from headrace_broker.pooling_messages import TASK_OF, PoolingRequest
-from headrace_engine.api.pooling_processor import PoolingOptions, PoolingProcessor
+from headrace_engine.requests.pooling_params import PoolingParams
+from headrace_engine.text.pooling_input import PoolingTokenizer
 from headrace_wire.codes import ErrorCode
 from headrace_wire.errors import InvalidRequestError
-from headrace_wire.pooling import PoolingTask, wrong_task
+from headrace_wire.pooling import MAX_INPUT_TOKENS, MAX_ROW_BYTES, PoolingTask, wrong_task
 from headrace_workers.preparation.intake import RefusedError, check_model, kwargs_of
 
 _OPTIONS: Final = ("prompt", "prompt_name", "dimensions", "truncate", "max_tokens", "add_special_tokens")
+_FLOAT_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +46,8 @@ class PreparedInputs:
 class PoolingIntake:
     """Checks whether a pooling model can serve a message's body. It has no side effects."""
 
-    def __init__(self, processor: PoolingProcessor, served_names: Sequence[str]) -> None:
-        self._processor = processor
+    def __init__(self, tokenizer: PoolingTokenizer, served_names: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
         self._served_names = served_names
 
     def process(self, request_id: str, body: Any, task_name: str) -> PreparedInputs:  # noqa: ARG002  # as `Intake` has it
@@ -55,7 +57,7 @@ class PoolingIntake:
             RefusedError: with the error code and message for the client.
         """
         kwargs = kwargs_of(body)
-        asked, serves = task_name.removeprefix("headrace."), self._processor.info.tasks
+        asked, serves = task_name.removeprefix("headrace."), self._tokenizer.info.tasks
         if asked not in serves:
             raise RefusedError(ErrorCode.UNSUPPORTED, wrong_task(self._served_names[0], serves, asked))
         try:
@@ -70,7 +72,10 @@ class PoolingIntake:
         options = {name: given[name] for name in _OPTIONS if name in given}
         if request.task == "score":
             options.setdefault("truncate", "end")
-        found = self._processor.tokenise(request.task, request.inputs, PoolingOptions(**options))
+        found = self._tokenizer.tokenize(
+            request.task, request.inputs, PoolingParams(**options), max_total=MAX_INPUT_TOKENS
+        )
+        self._check_size(request.task, len(found.inputs), given.get("dimensions"))
         return PreparedInputs(
             task=request.task,
             inputs=found.inputs,
@@ -81,3 +86,13 @@ class PoolingIntake:
             normalize=given.get("normalize"),
             activation=given.get("activation", True),
         )
+
+    def _check_size(self, task: PoolingTask, count: int, dimensions: int | None) -> None:
+        """Raise InvalidRequestError if the rows are too large for an answer."""
+        width = 1 if task == "score" else dimensions or self._tokenizer.info.dimensions
+        size = count * width * _FLOAT_BYTES
+        if size > MAX_ROW_BYTES:
+            raise InvalidRequestError(
+                f"{count} rows of {width} numbers are {size} bytes, at most {MAX_ROW_BYTES} are answered: send fewer"
+                " inputs, or ask for fewer dimensions"
+            )

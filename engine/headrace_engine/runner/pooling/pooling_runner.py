@@ -174,6 +174,7 @@ class CPUPoolingRunner:
             prompts=dict(spec.prompts),
             default_prompt_name=spec.default_prompt_name,
             pools_prompt=spec.pools_prompt,
+            renders_pairs=spec.head == "logit_score",
             max_step_tokens=self._config.scheduler.max_pooling_tokens,
             batch_invariant=batch_invariant,
         )

@@ -23,8 +23,8 @@ exclude `speculative_config`, `batch_invariant`, and LoRA adapters for the recur
 vllm.
 
 Weights are safetensors, or one GGUF file of an architecture that transformers can read (name the file instead of the
-folder; [Quantised models](quantization.md)). Checkpoints quantised otherwise (AWQ, GPTQ, bitsandbytes, fp8, mxfp4, ...)
-are refused by the name of their method. If the free memory is too small for weights and KV memory, the engine does not
+folder). [Quantised models](quantization.md) says which quantised checkpoints are served. The others are refused by the
+name of their method. If the free memory is too small for weights and KV memory, the engine does not
 start.
 
 In transformers some rotary scaling depends on the length of a batch. Here it is fixed at load. `longrope` uses the

@@ -85,8 +85,8 @@ def load_weights(
         )
     for tensor, found, expected in sorted(report["mismatched_keys"]):
         raise ModelLoadError(
-            f"tensor {tensor!r} of {config.model!r} has the size {list(found)}, but the configuration needs "
-            f"{list(expected)}: fetch or convert the model again"
+            f"model {config.model!r} cannot be loaded: tensor {tensor!r} has the size {list(found)}, but the "
+            f"configuration needs {list(expected)}: fetch or convert the model again"
         )
     missing = sorted(report["missing_keys"])
     if missing:  # transformers would initialise them at random

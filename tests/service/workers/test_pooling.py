@@ -172,9 +172,9 @@ async def test_an_asyncio_call_gets_the_same(site: Site) -> None:
 
 
 def test_prompts_truncation_and_dimensions_follow_the_model(site: Site) -> None:
-    plain = site.client.embed("wheel", timeout=DEADLINE).rows.tolist()[0]
-    by_name = site.client.embed("wheel", prompt_name="query", timeout=DEADLINE).rows.tolist()[0]
-    by_text = site.client.embed("wheel", prompt="the wheel ", timeout=DEADLINE).rows.tolist()[0]
+    plain = site.client.embed("a wheel turns", timeout=DEADLINE).rows.tolist()[0]
+    by_name = site.client.embed("a wheel turns", prompt_name="query", timeout=DEADLINE).rows.tolist()[0]
+    by_text = site.client.embed("a wheel turns", prompt="the wheel ", timeout=DEADLINE).rows.tolist()[0]
     assert by_name == by_text
     assert by_name[1] > plain[1]
     assert (plain[3], by_name[3] > 0) == (0.0, True)

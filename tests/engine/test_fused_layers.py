@@ -134,11 +134,14 @@ def test_a_norm_of_all_heads_together_is_one_of_the_queries_and_one_of_the_keys(
 
 @dtypes
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma3RMSNorm])
-def test_a_norm_is_recognised_by_what_it_computes(kind: type[nn.Module], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("largest", [1, 100])
+def test_a_norm_is_recognised_by_what_it_computes(kind: type[nn.Module], dtype: torch.dtype, largest: int) -> None:
+    """The weights of a trained norm may be so large that in bfloat16 one more is hardly seen."""
     module: Any = kind(40, eps=1e-5).to(dtype)
-    module.weight.data = random(40, dtype=dtype)
+    module.weight.data = (random(40, dtype=dtype) * largest).to(dtype)
     norm, x = Norm.of(module), random(3, 40, dtype=dtype)
     assert norm is not None
+    assert torch.equal(norm.weight, module.weight.float() + (1 if kind is Gemma3RMSNorm else 0))
     close(native_ops.add_rms_norm(x.clone(), None, norm.weight, norm.eps), module(x))
     assert Norm.of(nn.LayerNorm(40, bias=False)) is None
 

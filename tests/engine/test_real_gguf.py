@@ -21,3 +21,11 @@ def test_a_real_4_bit_file_continues_a_fact_and_a_series(path: Path) -> None:
     assert series.outputs[0].text.startswith(" 6, 7, 8, 9,")
     assert fact.outputs[0].token_ids is not None
     assert " Paris" in {one.decoded_token for one in fact.outputs[0].logprobs[0].values()}
+
+
+def test_both_types_begin_as_llama_cpp_does(path: Path) -> None:
+    """llama.cpp b11434, greedy, continues with `the capital of the country of France. It is the largest city in`."""
+    params = SamplingParams(temperature=0.0, max_tokens=10)
+    for dtype in ("bfloat16", "float32"):
+        (output,) = LLM(model=str(path), max_model_len=256, dtype=dtype).generate("The capital of France is", params)
+        assert output.outputs[0].text == " the capital of the country of France. It is"

@@ -87,7 +87,7 @@ static linear_args with_rows(const decoder_step *s, const linear_args *layer, in
 static void multiply(const computation *c, const linear_args *layer, const void *x, void *out, upcoming_blocks *upcoming) {
     linear_args a = with_rows(c->step, layer, c->step->rows);
     a.x = x, a.out = out, a.upcoming = upcoming;
-    a.x_stride = a.in_features, a.out_stride = a.result == SILU_MUL ? a.out_features / 2 : a.out_features;
+    a.x_stride = a.in_features, a.out_stride = a.result == ACT_AND_MUL ? a.out_features / 2 : a.out_features;
     c->step->kernels->linear(&a, c->scratch, &c->m);
     barrier(&c->m);
 }

@@ -104,11 +104,11 @@ static inline int64_t steps_of(const linear_args *a) {
 }
 
 /* Columns of out. */
-static inline int width_of(const linear_args *a) { return a->result == SILU_MUL ? a->out_features / 2 : a->out_features; }
+static inline int width_of(const linear_args *a) { return a->result == ACT_AND_MUL ? a->out_features / 2 : a->out_features; }
 
 /* Panels, or pairs of them for a gated product. */
 static inline int num_panels(const linear_args *a) {
-    if (!a->segments || a->result == SILU_MUL) return panels_in(width_of(a));
+    if (!a->segments || a->result == ACT_AND_MUL) return panels_in(width_of(a));
     int panels = 0;
     for (int i = 0; i < a->num_segments; i++) panels += panels_in(a->segments[i].out_features);
     return panels;
@@ -119,7 +119,7 @@ static inline int64_t panel_bytes(const linear_args *a) { return steps_of(a) * P
 /* Returns the address of a panel, NULL if its weights are grouped. */
 static inline const char *panel_of(const linear_args *a, int index) {
     if (a->segments) return NULL;
-    return (const char *)a->weight + (a->result == SILU_MUL ? 2 : 1) * index * panel_bytes(a);
+    return (const char *)a->weight + (a->result == ACT_AND_MUL ? 2 : 1) * index * panel_bytes(a);
 }
 
 /* Stores the rows of one or two tiles as soon as they are summed: the stores overlap with the next products. */
@@ -277,7 +277,7 @@ int headrace_knows_pairs(void) { return HAS_PAIRS; }
 int headrace_has_matrix_tiles(void) { return matrix_tiles_enabled; }
 
 static linear_args weight_args(int dtype, int gated, int in, int out) {
-    return (linear_args){.dtype = dtype, .result = gated ? SILU_MUL : STORE, .in_features = in, .out_features = out};
+    return (linear_args){.dtype = dtype, .result = gated ? ACT_AND_MUL : STORE, .in_features = in, .out_features = out};
 }
 
 /* Returns the number of elements of a packed weight. */

@@ -8,7 +8,7 @@ typedef struct {
     int64_t bytes[2];       /* size of a block */
 } upcoming_blocks;
 
-enum { STORE = 0, ADD = 1, SILU_MUL = 2, GELU = 3 };
+enum { STORE = 0, ADD = 1, ACT_AND_MUL = 2, GELU = 3 };
 
 /* The driver of a product. Grouped weights are multiplied by integers (linear_integer.h), or unpacked panel by panel and multiplied
  * like dense ones. INTEGERS_FOR_FEW: by integers for a few rows; for more, unpacked to bfloat16 if the processor has matrix tiles. */
@@ -23,7 +23,7 @@ typedef struct {
 typedef struct {
     int32_t dtype, threads;
     int32_t spins;  /* of a waiting thread */
-    int32_t result; /* STORE, ADD to out, SILU_MUL: a gate of gate and up columns, or GELU */
+    int32_t result; /* STORE, ADD to out, ACT_AND_MUL: a gate of gate and up columns, or GELU */
     int32_t activation; /* of the gate */
     int32_t in_features, out_features;
     int32_t driver, num_segments;

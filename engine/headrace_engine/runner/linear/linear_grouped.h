@@ -20,9 +20,9 @@ static inline int panels_in(int out) { return (out + PANEL - 1) / PANEL; }
 
 /* Returns the place of a panel. Segments follow each other in out. The two of a gated product have the same columns. */
 static inline panel_place place_of(const linear_args *a, int index) {
-    int width = a->result == SILU_MUL ? a->out_features / 2 : a->out_features, column = 0;
+    int width = a->result == ACT_AND_MUL ? a->out_features / 2 : a->out_features, column = 0;
     panel_place p = {.segment = a->segments, .panel = index};
-    if (a->segments && a->result != SILU_MUL) {
+    if (a->segments && a->result != ACT_AND_MUL) {
         for (; p.panel >= panels_in(p.segment->out_features); p.segment++)
             p.panel -= panels_in(p.segment->out_features), column += p.segment->out_features;
         width = p.segment->out_features;

@@ -245,9 +245,9 @@ static void multiply_by_integers(const linear_args *a, const float *packed, int 
         int64_t last = first + BLOCK_ROWS < a->rows ? first + BLOCK_ROWS : a->rows;
         for (int index = begin; index < end; index++) {
             panel_place p = place_of(a, index);
-            for (int half = 0; half <= (a->result == SILU_MUL); half++)
+            for (int half = 0; half <= (a->result == ACT_AND_MUL); half++)
                 multiply_panel_by_integers(a, packed, first, last, p.segment + half, p.panel, sums[half]);
-            finish_tile(a, first, last - first, p, sums[0], a->result == SILU_MUL ? sums[1] : NULL);
+            finish_tile(a, first, last - first, p, sums[0], a->result == ACT_AND_MUL ? sums[1] : NULL);
         }
     }
 }

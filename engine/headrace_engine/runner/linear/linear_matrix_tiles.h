@@ -125,7 +125,7 @@ static tile_prefetch plan_tile_prefetch(const char *next, int64_t bytes, int64_t
  * multiplied afterwards, or NULL. */
 static __attribute__((noinline)) void
 multiply_panel_by_matrix_tiles(const linear_args *a, row_block *b, int index, int half, const char *next) {
-    int depth = (int)steps_of(a) / TILE_ROWS, gated = a->result == SILU_MUL;
+    int depth = (int)steps_of(a) / TILE_ROWS, gated = a->result == ACT_AND_MUL;
     int64_t tile_bytes = (int64_t)depth * TILE_ROWS * TILE_BYTES;
     panel_place p = place_of(a, index);
     const char *weight = a->segments ? (const char *)b->unpacked : panel_of(a, index) + half * panel_bytes(a);
@@ -156,7 +156,7 @@ static void multiply_block_by_matrix_tiles(const linear_args *a, const float *pa
     b.packed = (const char *)packed, b.unpacked = unpacked, b.first_row = first * TILE_ROWS, b.tiles = last - first;
     for (int index = begin; index < end; index++) {
         const char *next = index + 1 < end ? panel_of(a, index + 1) : behind;
-        for (int half = 0; half <= (a->result == SILU_MUL); half++)
+        for (int half = 0; half <= (a->result == ACT_AND_MUL); half++)
             multiply_panel_by_matrix_tiles(a, &b, index, half, next ? next + half * panel_bytes(a) : NULL);
     }
 }

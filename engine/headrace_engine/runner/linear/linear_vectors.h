@@ -194,7 +194,7 @@ static void multiply_panel(const linear_args *a, const float *tiled, int64_t til
     float sums[2][BLOCK_TILES * TILE * PANEL] __attribute__((aligned(64)));
     float wide[WIDE_BYTES / 4] __attribute__((aligned(64)));
     int kind = kind_of_weight(a->dtype), bytes = PANEL * step_bytes(kind), steps = num_steps(kind, a->in_features);
-    int halves = a->result == SILU_MUL ? 2 : 1, unpacks = a->segments != NULL; /* then the type of the data is float32 */
+    int halves = a->result == ACT_AND_MUL ? 2 : 1, unpacks = a->segments != NULL; /* then the type of the data is float32 */
     int widens = kind == WIDENED && last - first > 2; /* otherwise each tile widens while it waits for memory */
     int max_steps = unpacks ? WIDE_STEPS : widens ? WIDE_BYTES / (2 * bytes) / halves : MAX_DEPTH;
     int unit = unpacks ? GROUP : 1; /* steps of a chunk are a multiple of it */

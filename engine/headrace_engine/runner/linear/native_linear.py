@@ -20,7 +20,7 @@ from headrace_engine.system.openmp import spin_count
 
 logger = logging.getLogger(__name__)
 
-_STORE, _ADD, _SILU_MUL, _GELU = 0, 1, 2, 3
+_STORE, _ADD, _ACT_AND_MUL, _GELU = 0, 1, 2, 3
 _PAGES = HugePages()
 
 
@@ -114,7 +114,7 @@ def preferred(dtype: torch.dtype) -> bool:
 
 def result_of(gated: bool) -> int:
     """Return what a layer does with its sums, unless it adds them."""
-    return _SILU_MUL if gated else _STORE
+    return _ACT_AND_MUL if gated else _STORE
 
 
 def packed_size(dtype: torch.dtype, gated: bool, in_features: int, out_features: int) -> int:

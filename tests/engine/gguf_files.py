@@ -1,4 +1,4 @@
-"""Tiny GGUF files whose matrices are random blocks of any type: `gguf.quantize` knows five of the eight."""
+"""Tiny GGUF files whose matrices are random blocks of any type: `gguf.quantize` knows few of them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ Blocks = np.ndarray[Any, np.dtype[np.uint8]]
 
 SIZES = {
     kind: gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
-    for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+    for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 }
 """Weights and bytes of a block."""
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where a block has float16 numbers. The other types: at 0."""
 # The standard deviation of a weight, in units of the first scale, for random codes; and the second scale, in the same.
 _SPREAD = {"Q4_0": 4.6, "Q4_1": 4.6, "Q5_0": 9.2, "Q5_1": 9.2, "Q8_0": 74, "Q4_K": 250, "Q5_K": 500, "Q6_K": 1350}
+_SPREAD |= {"IQ4_NL": 71, "IQ4_XS": 1300}
 _SECOND = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}
 
 

@@ -129,6 +129,11 @@ def scales_of(kind: str, blocks: Blocks) -> tuple[Any, Any, Any]:
         scale, minimum = gguf.quants.Q4_K.get_scale_min(each[..., 4:16].reshape(-1, 12))
         d, m = (half(at).reshape(-1, 1) for at in (0, 2))
         return spread(d * scale.astype(np.float32)), spread(-(m * minimum.astype(np.float32))), spread(zeros)
+    if kind == "IQ4_XS":
+        shifts = np.arange(8)
+        low = each[..., 4:8].repeat(2, axis=-1) >> (4 * (shifts % 2)).astype(np.uint8) & 15
+        high = np.ascontiguousarray(each[..., 2:4]).view(np.uint16).astype(np.int32) >> 2 * shifts & 3
+        return spread(half(0)[..., None] * (low + 16 * high - 32).astype(np.float32)), spread(zeros), spread(zeros)
     return spread(half(0)), spread(half(2)) if kind in ("Q4_1", "Q5_1") else spread(zeros), spread(zeros)
 
 

@@ -49,6 +49,17 @@ static void read_q4_q5_k(const block_format f, const uint8_t *at, file_block *b)
         }
 }
 
+static void read_iq4_xs(const uint8_t *at, file_block *b) {
+    int high = read_half(at + 2);
+    b->d = read_half(at);
+    for (int group = 0; group < 8; group++) {
+        const uint8_t *nibbles = at + 8 + 16 * group;
+        b->scales[group] = ((at[4 + group / 2] >> 4 * (group % 2) & 15) | (high >> 2 * group & 3) << 4) - 32; /* int8 */
+        for (int j = 0; j < 16; j++)
+            b->codes[group * GROUP + j] = nibbles[j] & 15, b->codes[group * GROUP + j + 16] = nibbles[j] >> 4;
+    }
+}
+
 static void read_q6_k(const uint8_t *at, file_block *b) {
     const uint8_t *low = at, *high = at + 128;
     for (int group = 0; group < 8; group++) {
@@ -70,6 +81,7 @@ static void read_integers(const block_format f, const uint8_t *at, file_block *b
 static void read_block(const block_format f, const uint8_t *at, file_block *b) {
     if (f.scales == ZEROS) read_integers(f, at, b);
     else if (f.scales == K_HALVES) read_q6_k(at, b);
+    else if (f.scales == K_SCALES) read_iq4_xs(at, b);
     else if (f.scales == K_MINIMUM) read_q4_q5_k(f, at, b);
     else read_short_block(f, at, b);
 }
@@ -87,6 +99,7 @@ static void put_block(const block_format f, uint8_t *target, int column, const f
             put_quad(f, codes, column, quad, four);
         }
         if (f.scales == K_MINIMUM) scales[column] = b->scales[group], scales[COLUMNS + column] = b->minimums[group];
+        else if (f.scales == K_SCALES) scales[column] = b->scales[group];
         else if (f.scales == K_HALVES) scales[column] = b->scales[2 * group], scales[COLUMNS + column] = b->scales[2 * group + 1];
         else if (f.scales != ZEROS) memcpy(scales + 2 * column, &b->d, 2);
         if (f.scales == MINIMUM) memcpy(scales + 32 + 2 * column, &b->m, 2);

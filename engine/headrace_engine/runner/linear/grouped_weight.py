@@ -40,6 +40,8 @@ _SIZES: Final = {
     "Q4_K": (256, 144),
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18),
+    "IQ4_XS": (256, 136),
 }
 FORMATS: Final = {name: GroupedFormat(name, number, *sizes) for number, (name, sizes) in enumerate(_SIZES.items())}
 """The formats that are served as they are, by their name in GGUF."""

@@ -82,6 +82,8 @@ ALWAYS_INLINE group_scales load_scales(const block_format f, const uint8_t *head
     if (f.scales == K_HALVES) {
         s.d = load_halves(head + 2 * at);
         s.scale[0] = load_bytes(scales + at, 1), s.scale[1] = load_bytes(scales + COLUMNS + at, 1);
+    } else if (f.scales == K_SCALES) {
+        s.scale[0] = load_halves(head + 2 * at) * load_bytes(scales + at, 1);
     } else if (f.scales == ZEROS) {
         s.scale[0] = *(const f32x *)(head + 4 * at), s.zero = load_zeros(head + 64 + 2 * at);
     } else if (f.scales == K_MINIMUM) {
@@ -94,7 +96,17 @@ ALWAYS_INLINE group_scales load_scales(const block_format f, const uint8_t *head
     return s;
 }
 
-/* Returns a quad of one vector of outputs; see quad_of. */
+/* Returns levels[i] ^ flip for each byte i, which is below 16. */
+ALWAYS_INLINE u32x levels_of(u32x indexes, uint8_t flip) {
+    __m128i table = _mm_xor_si128(_mm_loadu_si128((const __m128i *)levels), _mm_set1_epi8((char)flip));
+#ifdef __AVX512F__
+    return (u32x)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)indexes);
+#else
+    return (u32x)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)indexes);
+#endif
+}
+
+/* Returns a quad of one vector of outputs, of indexes if there are levels; see quad_of. */
 ALWAYS_INLINE u32x load_quad(const block_format f, const uint8_t *codes, int part, int quad) {
     const uint32_t *words = (const uint32_t *)codes + part * LANES;
     if (f.bits == 8) return *(const u32x *)(words + quad * COLUMNS);
@@ -120,6 +132,7 @@ ALWAYS_INLINE void unpack_strip(const block_format f, const uint8_t *strip, int 
 #pragma GCC unroll 8
             for (int quad = 0; quad < QUADS; quad++) {
                 u32x four = load_quad(f, codes, part, quad);
+                if (f.has_levels) four = levels_of(four, 0);
                 f32x scale = f.scales == K_HALVES ? s.d * s.scale[quad / (QUADS / 2)] : s.scale[0], value[4];
 #pragma GCC unroll 4
                 for (int i = 0; i < 4; i++) {
@@ -135,6 +148,7 @@ ALWAYS_INLINE void unpack_strip(const block_format f, const uint8_t *strip, int 
 
 #define EACH_FORMAT(DO)                                                                     \
     DO(Q4_0) DO(Q4_1) DO(Q5_0) DO(Q5_1) DO(Q8_0) DO(Q4_K) DO(Q5_K) DO(Q6_K)                 \
+    DO(IQ4_NL) DO(IQ4_XS)                                                                   \
     DO(INT4_32) DO(INT4_128) DO(INT8_32) DO(INT8_128)
 
 /* Unpacks `depth` inputs of a panel, from input `from`, both multiples of a group. Columns after the last output become zero. */

@@ -85,21 +85,25 @@ static void quantise_tile(const linear_args *a, float *packed, int64_t tile) {
 #define HAS_DOT_OF_BYTES 0
 #endif
 
+/* Bits of a code as it is multiplied. */
+ALWAYS_INLINE int product_bits(const block_format f) { return f.has_levels ? 8 : f.bits; }
+
 /* Quads that are multiplied at once. Without a dot product of bytes, pairs of products are added in 16 bits: two products of a code
  * below 2^bits and an input of at most 127, for each quad. For 4 bits there is room for a group, for 5 and 6 bits for two quads. 8
  * bits are made signed first: of at most 128. */
 ALWAYS_INLINE int quads_at_once(const block_format f) {
     if (HAS_DOT_OF_BYTES) return f.scales == K_HALVES ? QUADS / 2 : QUADS;
-    return f.bits == 8 ? 1 : 2;
+    return product_bits(f) == 8 ? 1 : 2;
 }
 
 /* Returns codes as they are multiplied. */
 ALWAYS_INLINE u32x multiplied_codes(const block_format f, u32x codes) {
-    return !HAS_DOT_OF_BYTES && f.bits == 8 ? codes ^ 0x80808080 : codes;
+    if (f.has_levels) return levels_of(codes, HAS_DOT_OF_BYTES ? 0 : 0x80);
+    return !HAS_DOT_OF_BYTES && product_bits(f) == 8 ? codes ^ 0x80808080 : codes;
 }
 
 /* Returns what is subtracted from the codes after they are multiplied, besides the zero point of a group. */
-ALWAYS_INLINE int offset_of_products(const block_format f) { return f.offset - (!HAS_DOT_OF_BYTES && f.bits == 8 ? 128 : 0); }
+ALWAYS_INLINE int offset_of_products(const block_format f) { return f.offset - (!HAS_DOT_OF_BYTES && product_bits(f) == 8 ? 128 : 0); }
 
 ALWAYS_INLINE u32x broadcast_quad(const quantised_group *g, int quad) {
     uint32_t four;
@@ -132,15 +136,15 @@ ALWAYS_INLINE i32x add_products(const block_format f, i32x sum, const u32x *quad
 #define NAME(OPERATION) _mm256_##OPERATION
 #define NEGATE(X, SIGNS) _mm256_sign_epi8(X, SIGNS)
 #endif
-    VECTOR pairs = f.bits == 4 ? (VECTOR)sum : (VECTOR){0};
+    VECTOR pairs = product_bits(f) == 4 ? (VECTOR)sum : (VECTOR){0};
 #pragma GCC unroll 8
     for (int i = 0; i < quads_at_once(f); i++) {
         VECTOR codes = (VECTOR)quads[i], x = (VECTOR)broadcast_quad(g, first + i);
-        if (f.bits == 8) x = NEGATE(x, codes), codes = NAME(abs_epi8)(codes);
+        if (product_bits(f) == 8) x = NEGATE(x, codes), codes = NAME(abs_epi8)(codes);
         VECTOR products = NAME(maddubs_epi16)(codes, x);
-        pairs = i || f.bits == 4 ? NAME(add_epi16)(pairs, products) : products;
+        pairs = i || product_bits(f) == 4 ? NAME(add_epi16)(pairs, products) : products;
     }
-    sum = f.bits == 4 ? (i32x)pairs : sum + (i32x)NAME(madd_epi16)(pairs, NAME(set1_epi16)(1));
+    sum = product_bits(f) == 4 ? (i32x)pairs : sum + (i32x)NAME(madd_epi16)(pairs, NAME(set1_epi16)(1));
     __asm__("" : "+v"(sum)); /* else GCC stores all products before it adds them */
     return sum;
 #endif
@@ -149,7 +153,7 @@ ALWAYS_INLINE i32x add_products(const block_format f, i32x sum, const u32x *quad
 /* Returns the sum of (code - offset) x. It is an integer below 2^24, so nothing is rounded. */
 ALWAYS_INLINE f32x without_offset(const block_format f, i32x products, const group_scales *s, float sum_of_x) {
 #if !HAS_DOT_OF_BYTES
-    if (f.bits == 4) products = (i32x)NAME(madd_epi16)((VECTOR)products, NAME(set1_epi16)(1));
+    if (product_bits(f) == 4) products = (i32x)NAME(madd_epi16)((VECTOR)products, NAME(set1_epi16)(1));
 #endif
     f32x exact = __builtin_convertvector(products, f32x);
     if (f.scales == ZEROS)

@@ -1,8 +1,9 @@
 """Embeddings on one thread: ours beside ONNX Runtime and padded torch. `python benchmarks/embeddings.py --model minilm`
 
 All engines compute the same token ids, in turns in one process. The figure is tokens a CPU second: the median of five
-turns. Needs onnx and onnxruntime, which are no dependencies of Headrace; without them their rows are left
-out.
+turns. A second table has the same texts as text, beside sentence-transformers. The last line compares two threads with
+one, by seconds. onnx, onnxruntime and sentence-transformers are no dependencies of Headrace; without them their rows
+are left out.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ import random
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from transformers import AutoConfig, AutoModel, BertConfig, BertModel
+from transformers import AutoConfig, AutoModel, AutoTokenizer, BertConfig, BertModel
 from transformers.utils import logging as transformers_logging
 
 from headrace_engine import LLM, PoolingParams
 
 Texts = list[list[int]]
-Engine = Callable[[Texts], torch.Tensor]
+Engine = Callable[[Any], torch.Tensor]
+"""Embeds a list of token ids or of texts."""
 TURNS = 5
 BATCH = 32
 
@@ -45,13 +49,22 @@ def equal(count: int, length: int, vocabulary: int) -> Texts:
 
 def ours(folder: str, dtype: str) -> Engine:
     llm = LLM(folder, dtype=dtype)
-    params = PoolingParams(use_activation=True)
+    params = PoolingParams(use_activation=True, truncate="end")
 
-    def compute(texts: Texts) -> torch.Tensor:
+    def compute(texts: Any) -> torch.Tensor:
         outputs = llm.embed(texts, use_tqdm=False, pooling_params=params)
         return torch.tensor([output.outputs.embedding for output in outputs])
 
     return compute
+
+
+def by_sentence_transformers(folder: str) -> dict[str, Engine]:
+    if importlib.util.find_spec("sentence_transformers") is None:
+        return {}
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(folder, device="cpu")
+    return {"sentence-transformers": lambda texts: torch.from_numpy(model.encode(texts, batch_size=BATCH))}
 
 
 def padded(run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Engine:
@@ -100,6 +113,7 @@ def by_onnxruntime(folder: str, scratch: Path) -> dict[str, Engine]:
     example = torch.ones(2, 16, dtype=torch.long)
     exact, rounded = scratch / "model.onnx", scratch / "int8.onnx"
     axes = {0: "batch", 1: "length"}
+    warnings.filterwarnings("ignore")
     torch.onnx.export(
         Hidden(),
         (example, example),
@@ -125,8 +139,8 @@ def by_onnxruntime(folder: str, scratch: Path) -> dict[str, Engine]:
     return {"ONNX Runtime float32": engine(exact), "ONNX Runtime int8": engine(rounded)}
 
 
-def measure(engines: dict[str, Engine], texts: Texts) -> None:
-    tokens = sum(map(len, texts))
+def measure(engines: dict[str, Engine], texts: Any, tokens: int, base: str) -> None:
+    """Print the rates of all engines. Ratios are to `base`, or to the first engine without it; cosines to the first."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     vectors: dict[str, torch.Tensor] = {}
     for _ in range(TURNS):
@@ -134,12 +148,25 @@ def measure(engines: dict[str, Engine], texts: Texts) -> None:
             started = time.process_time()
             vectors[name] = engine(texts)
             rates[name].append(tokens / (time.process_time() - started))
-    reference = vectors["torch float32, padded"]
-    base = statistics.median(rates.get("ONNX Runtime float32", rates["torch float32, padded"]))
+    first = next(iter(engines))
+    base_rate = statistics.median(rates[base if base in rates else first])
     for name, own in rates.items():
         median = statistics.median(own)
-        apart = float((1 - torch.nn.functional.cosine_similarity(vectors[name], reference)).max())
-        print(f"  {name:24} {median:8,.0f} tokens/s  {median / base:5.2f} x  1 - cos {apart:.0e}")
+        apart = float((1 - torch.nn.functional.cosine_similarity(vectors[name], vectors[first])).max())
+        print(f"  {name:24} {median:8,.0f} tokens/s  {median / base_rate:5.2f} x  1 - cos {apart:.0e}")
+
+
+def threads(engine: Engine, texts: Texts) -> float:
+    """Return how many times as fast two threads are as one."""
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(TURNS):
+        for count, own in seconds.items():
+            torch.set_num_threads(count)
+            started = time.perf_counter()
+            engine(texts)
+            own.append(time.perf_counter() - started)
+    torch.set_num_threads(1)
+    return statistics.median(seconds[1]) / statistics.median(seconds[2])
 
 
 def random_bert(folder: Path) -> str:
@@ -172,11 +199,24 @@ def main() -> None:
             engines |= {"ours bfloat16": ours(folder, "bfloat16")}
         texts = mixed(options.texts, 256, vocabulary)
         print(f"{options.model}: {len(texts)} texts of {min(map(len, texts))} to {max(map(len, texts))} tokens")
-        measure(engines, texts)
+        measure(engines, texts, sum(map(len, texts)), "ONNX Runtime float32")
         for length in options.lengths:
             count = max(4, options.texts * 16 // length)
             print(f"{options.model}: {count} texts of {length} tokens")
-            measure(engines, equal(count, length, vocabulary))
+            measure(engines, equal(count, length, vocabulary), count * length, "ONNX Runtime float32")
+        dtype = "bfloat16" if has_bfloat16 else "float32"
+        if options.model == "minilm":
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            written = tokenizer.batch_decode(texts)
+            tokens = sum(map(len, tokenizer(written, truncation=True, max_length=256)["input_ids"]))
+            print(f"{options.model}: {len(written)} texts, tokenised by each")
+            measure(
+                by_sentence_transformers(folder) | {f"ours {dtype}": ours(folder, dtype)},
+                written,
+                tokens,
+                "sentence-transformers",
+            )
+        print(f"{options.model}: two threads are {threads(engines[f'ours {dtype}'], texts):.2f} x one, {dtype}")
 
 
 if __name__ == "__main__":

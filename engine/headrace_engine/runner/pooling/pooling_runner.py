@@ -21,6 +21,7 @@ from headrace_engine.runner.linear.replacement import pack_linear_layers, watch_
 from headrace_engine.runner.models import loading
 from headrace_engine.runner.pooling import pooling_loading
 from headrace_engine.runner.pooling.encoders import Encoder, EqualLengthEncoder, PackedEncoder, Positions
+from headrace_engine.runner.pooling.gelu_fusion import GeluFusion
 from headrace_engine.runner.pooling.heads import ClassifierHead, Head, LogitScoreHead
 from headrace_engine.runner.pooling.packing_probe import PackingProbe
 from headrace_engine.runner.pooling.vectors import ModuleChain, Step, activation_of, normalized
@@ -91,6 +92,7 @@ class CPUPoolingRunner:
         probe = PackingProbe(model, spec, max_tokens)
         dense = NativeLinear if native_linear.preferred(torch.float32) else None
         head = self._make_head(model, dense)
+        gelus = GeluFusion()
         with watch_weights(base) as keep:
             if packed is not None:
                 model.set_attn_implementation(own_attention)
@@ -103,8 +105,11 @@ class CPUPoolingRunner:
             self._encoder = packed if packed is not None else EqualLengthEncoder(base)
             if packed is None:
                 base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
-            self._check(probe, head, model)
+            with gelus.watch(base):
+                self._check(probe, head, model)
         linear = _linear(dtype)
+        if linear is NativeLinear:
+            gelus.apply(base, keep)
         if linear is not None:
             pack_linear_layers(base, keep, linear)
             self._check(probe, head, model)

@@ -24,7 +24,8 @@ from engine.quantised_files import (
     write_checkpoint,
 )
 from engine.tiny_models import TinyModel
-from headrace_engine.errors import ModelLoadError
+from headrace_engine.errors import ConfigError, ModelLoadError
+from headrace_engine.runner import memory
 from headrace_engine.runner.fused.decoder_stack import DecoderStack
 from headrace_engine.runner.linear import grouped_linear
 from headrace_engine.runner.linear.grouped_linear import GroupedLinear
@@ -74,6 +75,20 @@ def test_every_weight_has_the_value_of_the_file(kind: str) -> None:
     assert torch.equal(found.dense(torch.float32), weight.dense().float())
     if isinstance(found, IntegerWeight):
         assert torch.equal(found.grouped().dense(torch.float32), weight.dense().float())
+
+
+@kinds
+def test_dequantised_weights_are_counted_with_the_memory_that_they_take(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_checkpoint(tmp_path, KINDS[kind])
+    needed = 4 * sum(parameter.numel() for parameter in model.parameters())
+    monkeypatch.setattr(grouped_linear, "supported", lambda _: False)
+    monkeypatch.setattr(memory, "available_memory", lambda: needed - 1)
+    with pytest.raises(ConfigError, match=r"take [\d.]+ GiB as float32, but only [\d.]+ GiB of memory are free"):
+        load(tmp_path)
+    monkeypatch.setattr(memory, "available_memory", lambda: int(1.2 * needed))  # scales and zero points
+    load(tmp_path)
 
 
 def values_of(layer: Any) -> torch.Tensor:

@@ -116,6 +116,12 @@ def keeps_packed(config: ModelConfig, hf_config: Any, dtype: torch.dtype) -> boo
     return reason is None
 
 
+def bits_of_integers(config: ModelConfig, hf_config: Any) -> int | None:
+    """Return the bits of each weight of a quantised safetensors checkpoint; None if there is no such checkpoint."""
+    quantisation = quantisation_of(hf_config)
+    return None if quantisation is None else reader_for(config.model, quantisation).bits
+
+
 def multiplies_by_integers(config: ModelConfig, hf_config: Any) -> bool:
     """Whether most products on a CPU would be by integers in bfloat16. The readers' errors pass through."""
     if not _is_quantised(config, hf_config) or _reason_to_dequantise(config, torch.bfloat16) is not None:

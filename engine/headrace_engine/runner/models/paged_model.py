@@ -81,7 +81,8 @@ class PagedModel:
         loading.check_architecture(config, hf_config)
         with permanent_errors(config.model, "loaded"):  # the checks read the headers of the weights
             keeps_packed = packed and loading.keeps_packed(config, hf_config, dtype)
-            memory.check_weights_fit(config.model, dtype, FORMATS if keeps_packed else ())
+            dequantised_bits = None if keeps_packed else loading.bits_of_integers(config, hf_config)
+            memory.check_weights_fit(config.model, dtype, FORMATS if keeps_packed else (), dequantised_bits)
         self._metadata: AttentionMetadata | None = None
         self._next_layer = 0
         self._model: PreTrainedModel = loading.load_weights(

@@ -27,6 +27,7 @@ class AWQReader:
 
     marks = ("qweight",)
     """The tensors that only a quantised module has."""
+    bits = 4
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         version, bits = str(config.get("version", "gemm")).lower(), config.get("bits", config.get("w_bit", 4))

@@ -38,6 +38,8 @@ class CompressedTensorsReader:
                 raise ModelLoadError(
                     f"the format {name!r} of compressed-tensors is not served: {', '.join(_FORMATS)} are"
                 )
+        schemes = [group.get("weights") or {} for group in self._groups]
+        self.bits = min((int(scheme.get("num_bits") or 8) for scheme in schemes), default=8)
         sparse = (config.get("sparsity_config") or {}).get("format", "dense")
         if sparse != "dense":
             raise ModelLoadError(f"sparse weights ({sparse}) are not served: take a checkpoint without sparsity")

@@ -25,6 +25,7 @@ class FP8Reader:
 
     marks = ("weight_scale_inv", "weight_scale")
     """The tensors that only a quantised module has."""
+    bits = 8
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         size = config.get("weight_block_size")

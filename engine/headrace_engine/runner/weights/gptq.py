@@ -35,6 +35,9 @@ class GPTQReader:
             raise ModelLoadError(
                 f"the format {name!r} of GPTQ is not served: convert the checkpoint to one of {', '.join(_FORMATS)}"
             )
+        self.bits = int(config.get("bits", 4))
+        if self.bits not in (4, 8):
+            raise ModelLoadError(f"GPTQ with {self.bits} bits is not served: take a checkpoint with 4 or 8")
         self._group = int(config.get("group_size", -1))
         self._has_rules = bool(config.get("dynamic"))
         self._symmetric = bool(config.get("sym", True))

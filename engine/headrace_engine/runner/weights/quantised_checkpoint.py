@@ -24,6 +24,10 @@ class WeightReader(Protocol):
     def marks(self) -> tuple[str, ...]:
         """The tensors that only a quantised module has, one of them."""
 
+    @property
+    def bits(self) -> int:
+        """Of each weight; the fewest if they differ."""
+
     def read(self, tensors: ModuleTensors, out: int, inputs: int) -> IntegerWeight | FloatWeight:
         """Read the weight of a linear layer. Raises ModelLoadError that names the tensor."""
 

@@ -207,6 +207,20 @@ def test_lesser_processors_give_the_same_bits(kind: str, without: str) -> None:
     assert torch.equal(product(lesser, layer, x, 2, UNPACKED), NativeLinear(layer.dense(), None)(x))
 
 
+def test_the_scratch_space_of_many_rows_is_limited() -> None:
+    kernels, layer = native_linear.library(), layer_of("Q4_K", 40, 768)
+
+    def scratch(count: int) -> int:
+        args = layer.args()
+        args.driver, args.threads, args.rows = INTEGERS, 2, count
+        return int(kernels.headrace_linear_scratch_floats(ctypes.byref(args)))
+
+    assert scratch(32) < scratch(512) == scratch(8192)
+    x = rows(1100, 768)
+    parts = torch.cat([by_integers(kernels, layer, part, 2) for part in x.split(100)])
+    assert torch.equal(by_integers(kernels, layer, x, 2), parts)
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_that_is_not_finite_stays_by_itself(kind: str, bad: float) -> None:

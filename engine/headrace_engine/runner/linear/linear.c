@@ -31,6 +31,7 @@
 #define PANEL (VECTORS * LANES)
 #define LINE 64 /* bytes of a cache line */
 #define FEW_ROWS 64
+#define INTEGER_ROWS 512 /* that the integer driver rounds at once: they limit its scratch space */
 
 #include "linear_grouped.h"
 
@@ -224,13 +225,23 @@ static inline int64_t unpacked_floats(const linear_args *a) {
     return a->segments && by_tiles(a) ? panel_bytes(a) / (int64_t)sizeof(float) : 0;
 }
 
-int64_t headrace_linear_scratch_floats(const linear_args *a) {
-    division d = divide(a);
-    return packed_floats(a, &d) + a->threads * unpacked_floats(a) + d.queues;
+/* Returns the arguments for the rows from `first` on that are computed at once. */
+static linear_args rows_at_once(const linear_args *a, int64_t first) {
+    int64_t left = a->rows - first, element = a->dtype == FLOAT32 ? 4 : 2;
+    linear_args part = *a;
+    part.rows = by_integers(a) && left > INTEGER_ROWS ? INTEGER_ROWS : left;
+    part.x = (const char *)a->x + first * a->x_stride * element;
+    part.out = (char *)a->out + first * a->out_stride * element;
+    return part;
 }
 
-void headrace_linear_part(const linear_args *a, float *packed, const member *m) {
-    if (!a->rows) return;
+int64_t headrace_linear_scratch_floats(const linear_args *a) {
+    linear_args largest = rows_at_once(a, 0);
+    division d = divide(&largest);
+    return packed_floats(&largest, &d) + a->threads * unpacked_floats(&largest) + d.queues;
+}
+
+static void multiply_rows(const linear_args *a, float *packed, const member *m) {
     division d = divide(a);
     float *mine = d.blocks > 1 ? packed + own_floats(&d) * m->thread : packed;
     float *unpacked = packed + packed_floats(a, &d);
@@ -245,6 +256,15 @@ void headrace_linear_part(const linear_args *a, float *packed, const member *m) 
         multiply_queue(a, &d, mine, unpacked + m->thread * unpacked_floats(a), queue, claimed + queue);
     }
     if (by_tiles(a)) end_matrix_tiles();
+}
+
+void headrace_linear_part(const linear_args *a, float *packed, const member *m) {
+    for (int64_t first = 0; first < a->rows;) {
+        const linear_args part = rows_at_once(a, first);
+        if (first) barrier(m); /* the scratch space is used again */
+        multiply_rows(&part, packed, m);
+        first += part.rows;
+    }
 }
 
 /* Computes a linear layer. x and out must not overlap. Returns 0, or -1 if there is no memory for the tiles. */

@@ -83,7 +83,7 @@ def write_model(
     """Write a tiny Llama or Qwen2.
 
     Args:
-        kind_of: the type of a matrix, by its name in the file: one of SIZES, or F16.
+        kind_of: the type of a matrix, by its name in the file: one of SIZES, F16, or one that `gguf.quantize` knows.
         change: what is written in place of the blocks of a tensor.
     """
     options: dict[str, Any] = {
@@ -122,6 +122,9 @@ def write_model(
             writer.add_tensor(name, draw.normal(1.0 if "norm" in name else 0.0, 0.2, len(tensor)).astype(np.float32))
         elif (kind := kind_of(name)) == "F16":
             writer.add_tensor(name, draw.normal(0.0, 0.15, tuple(tensor.shape)).astype(np.float16))
+        elif kind not in SIZES:
+            number, values = gguf.GGMLQuantizationType[kind], draw.normal(0.0, 0.15, tuple(tensor.shape))
+            writer.add_tensor(name, gguf.quantize(values.astype(np.float32), number), raw_dtype=number)
         else:
             blocks = random_blocks(kind, *tensor.shape, spread=0.15, seed=seed)
             writer.add_tensor(name, change(name, blocks), raw_dtype=gguf.GGMLQuantizationType[kind])

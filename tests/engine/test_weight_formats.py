@@ -89,6 +89,28 @@ def test_a_file_whose_weights_stay_packed_gets_no_warning(tmp_path: Path, caplog
     assert "dequantised" not in caplog.text
 
 
+def test_a_type_without_a_kernel_is_dequantised_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_model(tmp_path / "tiny.gguf", "llama", lambda name: "MXFP4" if "ffn_down" in name else "Q8_0")
+    model = reference(path)
+    with caplog.at_level(logging.WARNING, "headrace_engine"):
+        assert generate(path) == [model.generate(prompt, max_tokens) for prompt, max_tokens in workload()]
+    assert "some tensors of type MXFP4 are dequantised, to 1 MiB: packed stay" in caplog.text
+
+
+def test_a_type_that_cannot_be_dequantised_is_refused_with_its_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    kind = gguf.GGMLQuantizationType.Q8_K
+    blocks = np.zeros((4, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8)
+    writer.add_tensor("blk.0.ffn_up.weight", blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelLoadError, match=r"tensor 'blk\.0\.ffn_up\.weight' is of type Q8_K, which the gguf"):
+        load(path)
+
+
 def test_a_machine_without_kernels_dequantises_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +165,20 @@ def test_an_adapter_changes_packed_layers(tmp_path: Path) -> None:
         (output,) = llm.generate([{"prompt_token_ids": prompt}], params, lora_request=request, use_tqdm=False)
         assert output.outputs[0].token_ids == expected.generate(prompt, 8)
     assert base.generate(prompt, 8) != adapter.merged.generate(prompt, 8)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_speculation_changes_no_token(dtype: str, tmp_path: Path) -> None:
+    path = write_model(tmp_path / "tiny.gguf", "llama", like_q4_k_m)
+    prompts: list[Any] = [{"prompt_token_ids": [5, 9, 20, 31] * repeats} for repeats in (3, 7, 12)]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    options: dict[str, Any] = {"dtype": dtype, "batch_invariant": True, "num_blocks": 40, "skip_tokenizer_init": True}
+    speculative = {"method": "ngram", "num_speculative_tokens": 3}
+    found = []
+    for more in ({}, {"speculative_config": speculative}):
+        llm = LLM(str(path), **options, **more)
+        found.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+    assert found[0] == found[1]
 
 
 def with_bad_scale(name: str, blocks: Blocks) -> Blocks:

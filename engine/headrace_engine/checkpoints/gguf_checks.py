@@ -5,6 +5,10 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
+import gguf
+import numpy as np
+from gguf import GGML_QUANT_SIZES
+
 from headrace_engine.checkpoints.gguf_reader import HeaderReader, read_header
 
 _MAGIC: Final = b"GGUF"
@@ -32,7 +36,22 @@ def check_header(path: str) -> None:
     versions = [int.from_bytes(beginning[4:], order) for order in ("little", "big")]
     if not set(versions) & set(_VERSIONS):
         raise ValueError(f"it is of GGUF version {min(versions)}, supported are 2 and 3: convert the model again")
-    _check_fields(read_header(path))
+    header = read_header(path)
+    _check_types(header)
+    _check_fields(header)
+
+
+def _check_types(header: HeaderReader) -> None:
+    """Refuse types that the gguf package knows by name only."""
+    for tensor in {tensor.tensor_type: tensor for tensor in reversed(header.tensors)}.values():
+        kind = tensor.tensor_type
+        try:
+            gguf.dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"tensor {tensor.name!r} is of type {kind.name}, which the gguf package cannot dequantise: take a file "
+                "of another type, or update the package"
+            ) from error
 
 
 def _check_fields(header: HeaderReader) -> None:

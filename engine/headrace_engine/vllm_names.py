@@ -62,7 +62,7 @@ _NOT_HERE: Final[Mapping[str, str]] = {
     "enable_tower_connector_lora specialize_active_lora enable_m*_lora* max_lora_cls_labels "
     "enable_prompt_adapter worker_cls worker_extension_cls additional_config add_cli_args from_cli_args "
     "create_*_config get_batch_defaults validate_*",
-    "SamplingParams": "watermarking prompt_logprob_* logprob_token_ids flat_logprobs skip_clone "
+    "SamplingParams": "watermarking prompt_logprob_* flat_logprobs skip_clone "
     "output_text_buffer_length skip_reading_prefix_cache thinking_token_budget routed_experts_prompt_start "
     "trace_decode_token_ids "
     "best_of use_beam_search early_stopping guided_decoding logits_processors truncate_prompt_tokens "

@@ -121,6 +121,42 @@ def test_logprobs_name_the_sampled_token_and_the_likeliest(llm: LLM) -> None:
         assert isinstance(entry[token_id].decoded_token, str)
 
 
+def test_logprob_token_ids_name_the_tokens_that_are_reported(llm: LLM) -> None:
+    plain = SamplingParams(temperature=0, max_tokens=3, logprobs=20, ignore_eos=True)
+    (output,) = generate(llm, "mill", plain)
+    every = output.outputs[0].logprobs
+    assert every is not None
+    named = list(every[0])[5:8]
+    asking = SamplingParams(temperature=0, max_tokens=3, logprob_token_ids=named, ignore_eos=True)
+    (output,) = generate(llm, "mill", asking)
+    found = output.outputs[0].logprobs
+    assert found is not None
+    assert [set(entry) for entry in found] == [{token, *named} for token in output.outputs[0].token_ids]
+    assert all(found[0][token] == every[0][token] for token in named)
+    assert output.outputs[0].cumulative_logprob is not None
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        ({"logprob_token_ids": list(range(129))}, "logprob_token_ids must hold 1 to 128 token ids, got 129"),
+        ({"logprob_token_ids": [-1]}, "logprob_token_ids"),
+        (
+            {"logprob_token_ids": [1, 2], "logprobs": 3},
+            "logprobs must be absent with logprob_token_ids, or their number, 2",
+        ),
+    ],
+)
+def test_wrong_logprob_token_ids_are_refused(params: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidRequestError, match=problem):
+        SamplingParams(**params)
+
+
+def test_a_named_token_outside_the_vocabulary_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="logprob_token_ids must be token ids from 0 to"):
+        generate(llm, "mill", SamplingParams(logprob_token_ids=[10_000_000]))
+
+
 def test_several_choices_differ_and_the_first_is_the_one_of_a_single_choice(llm: LLM) -> None:
     params: dict[str, Any] = {"temperature": 1.0, "max_tokens": 8, "seed": 11, "ignore_eos": True}
     (single,) = generate(llm, "mill", SamplingParams(**params))

@@ -238,6 +238,13 @@ def test_logprobs_zero_reports_the_sampled_token_alone() -> None:
     assert {index: [e[0] for e in entry] for index, entry in logprobs.items()} == {0: [1]}
 
 
+def test_logprob_token_ids_are_reported_instead_of_the_likeliest_with_their_ranks_in_the_raw_logits() -> None:
+    logits = torch.tensor([[1.0, 4.0, 3.0, 2.0, 4.0]])
+    raw = torch.log_softmax(logits[0], dim=-1).tolist()
+    _, logprobs = sample(logits, [row(temperature=0, logprob_token_ids=[0, 2, 1, 0], suppressed=[4])])
+    assert logprobs[0] == [(1, pytest.approx(raw[1]), 1), (0, pytest.approx(raw[0]), 5), (2, pytest.approx(raw[2]), 3)]
+
+
 KNOWN_DRAWS = [0.6524484863740322, 0.7012121095215252, 0.36818951565166946, 0.7238582745899125, 0.39854775898749717]
 
 # -- randomness ----------------------------------------------------------------------------------------------------

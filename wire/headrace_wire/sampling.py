@@ -34,6 +34,7 @@ MAX_ALLOWED_TOKEN_IDS: Final = 2**18
 MAX_BIASED_TOKENS: Final = 1024
 MAX_LOGIT_BIAS: Final = 100
 MAX_LOGPROBS: Final = 20
+MAX_LOGPROB_TOKEN_IDS: Final = 128
 MAX_PATTERN_SIZE: Final = 1024
 MAX_EXTRA_ARGS: Final = 64
 
@@ -121,6 +122,7 @@ SAMPLING: Final[Mapping[str, Rule]] = {
     "stop_token_ids": ListOf(TOKEN_ID, "token ids", MAX_STOP_TOKEN_IDS),
     "ignore_eos": _BOOLEAN,
     "logprobs": Integer(0, MAX_LOGPROBS),
+    "logprob_token_ids": ListOf(TOKEN_ID, "token ids", MAX_LOGPROB_TOKEN_IDS, least=1),
     "prompt_logprobs": Integer(0, MAX_LOGPROBS),
     "presence_penalty": Number(-2, 2),
     "frequency_penalty": Number(-2, 2),
@@ -171,6 +173,9 @@ def contradictions(given: Mapping[str, Any]) -> Iterator[str]:
         yield f"min_tokens must be at most max_tokens ({max_tokens}), got {min_tokens}"
     if given.get("n", 1) > 1 and given.get("temperature", DEFAULT_TEMPERATURE) < GREEDY_TEMPERATURE:
         yield f"n must be 1 when temperature is 0, got {given['n']}: all choices would be the same"
+    named_tokens, logprobs = given.get("logprob_token_ids"), given.get("logprobs")
+    if named_tokens and logprobs not in (None, len(named_tokens)):
+        yield f"logprobs must be absent with logprob_token_ids, or their number, {len(named_tokens)}, got {logprobs}"
     if given.get("stop") and given.get("detokenize") is False:
         yield "stop must be absent when detokenize is false: use stop_token_ids"
 

@@ -127,7 +127,7 @@ class OutputProcessor:
         )
         for choice, core_request in zip(choices, core_requests.values(), strict=True):
             choice.detokenizer.update(core_request.output_token_ids, finished=False)
-            if request.params.logprobs is not None and request.params.detokenize:
+            if request.params.wants_logprobs and request.params.detokenize:
                 choice.logprob_texts = LogprobTexts(pieces, request.prompt_token_ids, core_request.output_token_ids)
             self._choices[core_request.request_id] = (state, choice)
         self._requests[request.request_id] = state
@@ -280,7 +280,7 @@ def _completion(state: _RequestState, choice: _Choice) -> CompletionOutput:
     else:
         token_ids, text, logprobs = list(token_ids), choice.detokenizer.text, list(logprobs)
     choice.num_unshown_tokens, choice.unshown_text, choice.is_begun = 0, "", True
-    wants_logprobs = state.params.logprobs is not None
+    wants_logprobs = state.params.wants_logprobs
     return CompletionOutput(
         choice.index,
         text,

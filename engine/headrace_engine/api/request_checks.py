@@ -49,6 +49,7 @@ class RequestChecks:
             *self._vocabulary_problems("stop_token_ids", params.stop_token_ids),
             *self._vocabulary_problems("allowed_token_ids", params.allowed_token_ids or ()),
             *self._vocabulary_problems("logit_bias", params.logit_bias or ()),
+            *self._vocabulary_problems("logprob_token_ids", params.logprob_token_ids or ()),
             *self._logprobs_problems("logprobs", params.logprobs),
             *self._logprobs_problems("prompt_logprobs", params.prompt_logprobs),
             *self._extra_args_problems(params),

@@ -53,6 +53,24 @@ def a_neighbour_that_wants_some_changes_nothing(engine: EngineUnderTest) -> None
             check_entry(entry, count)
 
 
+@case(feature("logprob_token_ids"))
+def named_tokens_have_the_values_that_all_tokens_have(engine: EngineUnderTest) -> None:
+    """logprob_token_ids gives the drawn token first, then these tokens with their ranks, whatever a neighbour wants."""
+    plain = engine.run_one(engine.request(logprobs=20, max_tokens=1))
+    expected = plain.logprobs[0][2:12:3]
+    named = [token for token, _, _ in reversed(expected)]
+    asking, neighbour = engine.run(
+        engine.request(logprob_token_ids=named, max_tokens=1), engine.request(engine.prompt(9, 1), logprobs=3)
+    )
+    for entry in neighbour.logprobs:
+        check_entry(entry, 3)
+    found = asking.logprobs[0]
+    expect(found[0][0] == asking.tokens[0], "the first entry is not the drawn token's")
+    expect([entry[0] for entry in found[1:]] == named, "the entries are not those of the named tokens, in their order")
+    expect(values(found[1:], expected[::-1]), "log-probabilities differ from those of the most likely tokens")
+    expect([entry[2] for entry in found[1:]] == [entry[2] for entry in expected[::-1]], "ranks differ")
+
+
 @case(feature("prompt_logprobs"))
 def a_prompt_has_them_from_its_second_token(engine: EngineUnderTest) -> None:
     """prompt_logprobs comes with the first token. It has an entry for each prompt token except the first."""

@@ -15,6 +15,7 @@ from headrace_engine.requests.request import EngineCoreRequest
 
 _FEATURES: dict[str, dict[str, Any]] = {
     "prompt_logprobs": {"prompt_logprobs": 1},
+    "logprob_token_ids": {"logprob_token_ids": [1, 2]},
     "repetition_detection": {"repetition_detection": {"max_pattern_size": 2, "min_count": 2}},
     "min_tokens": {"min_tokens": 3},
 }

@@ -39,6 +39,7 @@ class EngineCapabilities:
     temperature_range: tuple[float, float] | None = None
     """Lowest and highest temperature above 0. None: no limit."""
     prompt_logprobs: bool = False
+    logprob_token_ids: bool = False
     structured_outputs: tuple[str, ...] = ()
     """The supported ones of `STRUCTURED_OUTPUTS`."""
     repetition_detection: bool = False
@@ -136,6 +137,9 @@ class CapabilityChecks:
             yield f"seed is {params.seed}, but {self._engine} cannot repeat what it draws: leave it out"
         if params.prompt_logprobs is not None and not can.prompt_logprobs:
             yield f"prompt_logprobs is {params.prompt_logprobs}, which {self._engine} does not support"
+        if params.logprob_token_ids is not None and not can.logprob_token_ids:
+            count = len(params.logprob_token_ids)
+            yield f"logprob_token_ids has {count} entries, which {self._engine} does not support"
         if params.min_tokens > 0 and not can.min_tokens:
             yield f"min_tokens is {params.min_tokens}, which {self._engine} does not support"
         if params.bad_words and not can.bad_words:

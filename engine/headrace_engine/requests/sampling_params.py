@@ -95,8 +95,12 @@ class SamplingParams:
     logprobs: int | None = None
     """Number of most likely tokens to report for each generated token, besides that token itself (0 to the engine's
     max_logprobs; -1: all). True means 1."""
+    logprob_token_ids: list[int] | None = None
+    """Report these tokens (1 to 128) for each generated token, besides that token itself, instead of the most likely
+    ones."""
     prompt_logprobs: int | None = None
-    """The same for each prompt token except the first. They are returned with the first generated token."""
+    """The same as `logprobs` for each prompt token except the first. They are returned with the first generated
+    token."""
     detokenize: bool = True
     """False: return only token ids, which saves the work of detokenising."""
     skip_special_tokens: bool = True
@@ -148,6 +152,8 @@ class SamplingParams:
             self.top_k = 0
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = _as_list(self.allowed_token_ids)
+        if self.logprob_token_ids is not None:
+            self.logprob_token_ids = _as_list(self.logprob_token_ids)
         bias: Any = self.logit_bias
         if isinstance(bias, Mapping):
             self.logit_bias = {_token_id(token_id): plain(value) for token_id, value in bias.items()}
@@ -234,6 +240,10 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None or self.logprob_token_ids is not None
 
     @property
     def has_penalties(self) -> bool:

@@ -7,8 +7,8 @@ from typing import Final
 
 from headrace_wire import sampling
 
-_READ_OTHERWISE: Final = ("max_tokens", "logprobs", "detokenize", "extra_args")
-"""Sampling parameters that have another name or another meaning in the API."""
+_READ_OTHERWISE: Final = ("max_tokens", "logprobs", "logprob_token_ids", "detokenize", "extra_args")
+"""Sampling parameters that have another name or another meaning in the API, or none."""
 SAMPLING: Final = {
     **{name: name for name in sampling.SAMPLING if name not in _READ_OTHERWISE},
     "vllm_xargs": "extra_args",
@@ -94,6 +94,7 @@ REFUSED: Final = {
     "best_of_n": "use n",
     "max_output_tokens": "use max_tokens",
     "extra_args": "use vllm_xargs",
+    "logprob_token_ids": "use top_logprobs",
 }
 """Known from OpenAI or vLLM, but not supported: field -> what to do instead."""
 

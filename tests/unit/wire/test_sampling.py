@@ -21,6 +21,7 @@ ACCEPTED: dict[str, list[Any]] = {
     "ignore_eos": [True, False],
     "logprobs": [None, 0, 20],
     "prompt_logprobs": [None, 0, 20],
+    "logprob_token_ids": [None, [0], list(range(128))],
     "logit_bias": [None, {}, {5: 100, "6": -100.0}, {2**31 - 1: 0.5}],
     "allowed_token_ids": [None, [0], (1, 2**31 - 1)],
     "bad_words": [None, "x", [], ["a"] * 256, ["x" * 256]],
@@ -67,6 +68,7 @@ REFUSED: dict[str, list[Any]] = {
     "frequency_penalty": [-2.1, 2.1],
     "repetition_penalty": [0, -1, math.inf],
     "prompt_logprobs": [-1, 21, True],
+    "logprob_token_ids": [[], [-1], [True], list(range(129)), 3],
     "logit_bias": [
         [1],
         {"x": 1},

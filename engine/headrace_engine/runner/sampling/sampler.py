@@ -109,9 +109,9 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> tuple[list[int]
     """
     token_ids = draw_tokens(logits, rows)
     return token_ids, {
-        index: _logprobs(logits[index].float(), token_ids[index], row.params.logprobs)
+        index: _logprobs(logits[index].float(), token_ids[index], row.params)
         for index, row in enumerate(rows)
-        if row.params.logprobs is not None and token_ids[index] != NO_TOKEN
+        if row.params.wants_logprobs and token_ids[index] != NO_TOKEN
     }
 
 
@@ -272,11 +272,17 @@ def _keep_top_p(probs: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     probs[indices] = chosen.masked_fill(chosen < threshold, 0.0)
 
 
-def _logprobs(logits: torch.Tensor, token_id: int, count: int) -> TokenLogprobs:
+def _logprobs(logits: torch.Tensor, token_id: int, params: SamplingParams) -> TokenLogprobs:
     logprobs = torch.log_softmax(logits, dim=-1)
+    if params.logprob_token_ids is not None:
+        wanted = [token_id, *(each for each in dict.fromkeys(params.logprob_token_ids) if each != token_id)]
+        values = logprobs[wanted]
+        ranks = [int((logprobs > value).sum()) + 1 for value in values]
+        return list(zip(wanted, values.tolist(), ranks, strict=True))
+    assert params.logprobs is not None
     own = float(logprobs[token_id])
     rank = int((logprobs > logprobs[token_id]).sum()) + 1
-    best = logprobs.topk(_num_best(logprobs, count))
+    best = logprobs.topk(_num_best(logprobs, params.logprobs))
     return _entry(token_id, own, rank, best.indices.tolist(), best.values.tolist())
 
 

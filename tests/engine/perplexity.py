@@ -8,12 +8,12 @@ from pathlib import Path
 
 from headrace_engine import LLM, SamplingParams
 
-_WORKLOAD = Path(__file__).parents[2] / "benchmarks" / "workload.jsonl"
+WORKLOAD = Path(__file__).parents[2] / "benchmarks" / "workload.jsonl"
 
 
 def prompts(count: int, longest: int = 200) -> list[list[int]]:
     """The first ones of 64 to `longest` tokens."""
-    lines = _WORKLOAD.read_text().splitlines()
+    lines = WORKLOAD.read_text().splitlines()
     return [ids for line in lines if 64 <= len(ids := json.loads(line)["prompt_token_ids"]) <= longest][:count]
 
 

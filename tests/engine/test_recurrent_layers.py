@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from engine.lora_adapters import make_adapter
 from engine.model_families import VOCAB_SIZE
 from engine.test_model_families import core_for
 from engine.tiny_models import TinyModel, generate_greedily
+from headrace_engine import LLM
 from headrace_engine.errors import ConfigError, LoRAError
 from headrace_engine.requests.request import EngineCoreRequest
 from headrace_engine.requests.sampling_params import SamplingParams
@@ -69,6 +71,33 @@ def test_choices_of_one_prompt_and_later_turns_have_the_tokens_of_transformers(
     assert cached == 80, "the last border before the turn's last token"
     assert tokens == model.generate(turn, 6)
     core.check_integrity()
+
+
+def log_probabilities(folder: str, dtype: str, others: int, step_tokens: int) -> torch.Tensor:
+    """Return those of the tokens of PROMPT, computed with other prompts in steps of so many tokens."""
+    options: dict[str, Any] = {"num_blocks": 80, "block_size": 16, "max_num_batched_tokens": step_tokens}
+    llm = LLM(folder, dtype=dtype, skip_tokenizer_init=True, enable_prefix_caching=False, **options)
+    prompts: list[Any] = [{"prompt_token_ids": PROMPT[length:]} for length in range(1, 9 * others, 9)]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    *_, output = llm.generate([*prompts, {"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    entries = zip(PROMPT[1:], output.prompt_logprobs[1:], strict=True)
+    return torch.tensor([found[token].logprob for token, found in entries if found is not None])
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text", "granitemoehybrid"])
+def test_bfloat16_loses_no_more_than_in_transformers_alone_among_others_and_in_parts(
+    tiny_model: Callable[[str], TinyModel], name: str
+) -> None:
+    folder = tiny_model(name).folder
+    exact = log_probabilities(folder, "float32", 0, 512)
+    reference: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        all_tokens = reference(torch.tensor([PROMPT])).logits[0, :-1].float().log_softmax(dim=-1)
+    expected = all_tokens.gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    for others, step_tokens in ((0, 512), (0, 24), (5, 512), (5, 24)):
+        found = log_probabilities(folder, "bfloat16", others, step_tokens)
+        assert (found - exact).std() < 1.5 * (expected - exact).std(), (others, step_tokens)
 
 
 def test_memory_of_states_is_part_of_the_kv_memory(tiny_model: Callable[[str], TinyModel]) -> None:

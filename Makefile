@@ -179,8 +179,8 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 conformance: $(STAMP) ## what every engine must do, case by case; ENGINE=... MODEL=... ARGS="--engine-python ..." for another one
 	@$(BIN)/python -m headrace_engine.conformance --engine $(or $(ENGINE),headrace) --model $(or $(MODEL),smollm2-135m-instruct) $(ARGS)
 
-chaos: $(STAMP) ## 200 rounds of random faults on a real service, with a table of what was lost
-	@cd tests && ../$(BIN)/python -m chaos
+chaos: $(STAMP) ## 200 rounds of random faults on a real service, and 200 on one that embeds, with tables of what was lost
+	@cd tests && ../$(BIN)/python -m chaos && ../$(BIN)/python -m chaos.pooling
 
 chaos-batch: $(STAMP) ## 2,000 lines of a batch, over HTTP and by the command, while everything is killed
 	@cd tests && ../$(BIN)/python -m chaos.batch

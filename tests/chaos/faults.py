@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 from chaos import load, poison
 from chaos.site import Site
@@ -20,6 +20,16 @@ _MORE_REQUESTS = 6
 _POISON_SECONDS = 300.0  # three engines start again, one after the other
 
 Fault = Callable[[Site, random.Random], float | None]
+
+
+def in_random_order(faults: Sequence[Fault], count: int, draw: random.Random) -> Iterator[Fault]:
+    """Choose `count` faults, each as often as the others."""
+    order: list[Fault] = []
+    for _ in range(count):
+        if not order:
+            order = list(faults)
+            draw.shuffle(order)
+        yield order.pop()
 
 
 def kill_worker(site: Site, draw: random.Random) -> float:

@@ -17,7 +17,7 @@ import redis
 from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 
-from chaos.faults import FAULTS, Fault
+from chaos.faults import FAULTS, Fault, in_random_order
 from chaos.http_reader import HttpReader, TextChoice
 from chaos.intruder import TENANT, Intruder
 from chaos.load import kinds
@@ -92,14 +92,9 @@ class Harness:
         self._site.service.wait_settled(SETTLE_SECONDS)
 
     def run(self, rounds: int, report: Callable[[Round], None], faults: Sequence[Fault] = FAULTS) -> list[Round]:
-        """Faults come in random order, each as often as the others."""
         done = []
-        order: list[Fault] = []
-        for number in range(1, rounds + 1):
-            if not order:
-                order = list(faults)
-                self._draw.shuffle(order)
-            done.append(self._round(number, order.pop()))
+        for number, fault in enumerate(in_random_order(faults, rounds, self._draw), 1):
+            done.append(self._round(number, fault))
             report(done[-1])
         return done
 
@@ -179,7 +174,7 @@ class Harness:
             assert log.end is not None
             assert log.end["error"] is None, f"ended with {log.end['error']}"
             assert log.content == self._expected[kind_number], "other content than undisturbed"
-            assert_result_is_stream(_result_of(handle), log)
+            assert_result_is_stream(result_of(handle), log)
         except (AssertionError, redis.RedisError, TimeoutError, celery.exceptions.TimeoutError) as error:
             account.broken += 1
             account.problems.append(f"{name}: {type(error).__name__} {error}"[:400])
@@ -197,7 +192,7 @@ class Harness:
             assert log.end["error"]["code"] == doomed.code, f"ended with {log.end['error']}"
             parts = [(index, choice.token_ids, choice.text) for index, choice in log.content.items()]
             with contextlib.suppress(TaskRevokedError):  # what Celery has of a request that its own command ended
-                result = _result_of(doomed.handle)
+                result = result_of(doomed.handle)
                 assert result["error"]["code"] == doomed.code, f"the result has {result['error']}"
                 parts += [(output["index"], output["token_ids"], output["text"]) for output in result["outputs"]]
             for index, token_ids, text in parts:
@@ -280,7 +275,7 @@ def _rounded(values: Sequence[float], percent: int) -> float | None:
     return round(percentile(values, percent), 2) if values else None
 
 
-def _result_of(handle: AsyncResult) -> Any:
+def result_of(handle: AsyncResult) -> Any:
     """Get the result as a client does.
 
     When Celery's client reconnects, it reads the stored results, and subscribes after that. It is never told of one

@@ -72,6 +72,7 @@ class Site:
         folder: for the workers' logs; it stays.
         program: the server.
         engine_settings: of the workers, by name, beside those of the harness.
+        environ: other environment variables of the workers. By default, engines obey `poison`.
     """
 
     lease_seconds = 2.0
@@ -86,6 +87,8 @@ class Site:
         engine_settings: Mapping[str, object] | None = None,
         gateway_settings: Mapping[str, object] | None = None,
         program: str = PROGRAM,
+        environ: Mapping[str, str] | None = None,
+        num_gateways: int = 2,
     ) -> None:
         self.server = ServerWithUsers(folder, program=_without_file_size_signal(folder, program))
         self.server.start()
@@ -101,12 +104,13 @@ class Site:
             "delivery_limit": 1000,
             "max_num_seqs": self.slots,
         }
-        skew, poisoned = ClockSkew(folder), poison.environ(folder / "poison")
+        skew = ClockSkew(folder)
+        environ = poison.environ(folder / "poison") if environ is None else dict(environ)
         self.posts = [
             Post(
                 self.service,
                 Proxy(self.server.port),
-                environ=skew.environ(_CLOCK_HOURS[number % 2]) | poisoned,
+                environ=skew.environ(_CLOCK_HOURS[number % 2]) | environ,
                 publish_interval=_PUBLISH_INTERVAL[number % 2],
                 **settings,
                 **(engine_settings or {}),
@@ -117,7 +121,7 @@ class Site:
             GatewayProcess(
                 redis_url=self.url_of("gateway"), log=folder / f"gateway-{number}.log", **(gateway_settings or {})
             )
-            for number in range(2)
+            for number in range(num_gateways)
         ]
         self.readers: list[HttpReader] = []
         """Those of the round that runs."""

@@ -77,10 +77,13 @@ def _worker(name: str, answer: Mapping[str, Any], sample: Sample, before: Sample
     engine, totals = answer["engine"], answer["totals"]
     used, total = engine["kv_blocks_used"], engine["kv_blocks_total"]  # None if the engine does not report it
     past = before.workers.get(name) if before is not None else None
-    tokens_per_second = time_to_first_token = None
-    if past is not None and before is not None and past["totals"]["tokens"] <= totals["tokens"]:
+    tokens_per_second = inputs_per_second = time_to_first_token = None
+    if past is not None and before is not None and past["totals"]["requests"] <= totals["requests"]:
         seconds = sample.at - before.at
-        tokens_per_second = (totals["tokens"] - past["totals"]["tokens"]) / seconds
+        if answer.get("pools"):
+            inputs_per_second = (totals["inputs"] - past["totals"]["inputs"]) / seconds
+        else:
+            tokens_per_second = (totals["tokens"] - past["totals"]["tokens"]) / seconds
         first_tokens = totals["first_tokens"] - past["totals"]["first_tokens"]
         if first_tokens > 0:
             waited = totals["first_token_seconds"] - past["totals"]["first_token_seconds"]
@@ -92,6 +95,7 @@ def _worker(name: str, answer: Mapping[str, Any], sample: Sample, before: Sample
         "waiting": engine["waiting"],
         "kv_cache_usage_ratio": None if used is None or total is None else used / max(total, 1),
         "tokens_per_second": tokens_per_second,
+        "inputs_per_second": inputs_per_second,
         "mean_time_to_first_token_seconds": time_to_first_token,
         "slowest_requests": answer["slowest_requests"],
     }

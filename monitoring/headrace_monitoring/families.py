@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from headrace_monitoring import buckets, labels
 from headrace_wire.codes import DEAD_LETTER_LABELS, FINISH_REASONS, PRIORITY_STEPS
+from headrace_wire.pooling import POOLING_TASKS
 
 PREFIX = "headrace_"
 
@@ -77,6 +81,23 @@ class FamilyFactory:
         return {value: family.labels(*self._values, value) for value in values}
 
 
+class OptionalFamilies(Collector):
+    """Collects the families of `registry` while they are shown.
+
+    Families that are never set would stay 0, and a reader would take the 0 for a measurement.
+    """
+
+    def __init__(self) -> None:
+        self.registry: Final = CollectorRegistry()
+        self.is_shown = True
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        return self.registry.collect() if self.is_shown else ()
+
+
 class QueueFamilies:
     """The queue in Redis, and the messages that this worker received from it."""
 
@@ -127,11 +148,30 @@ class RequestFamilies:
         self.streams_gone = make.counter(
             "streams_gone_total", "Streams that disappeared from Redis while their request ran."
         )
+        self.in_flight = make.gauge("requests_in_flight", "Requests that this worker started and that have not ended.")
+        self.duration = make.histogram(
+            "request_duration_seconds",
+            "Time from the enqueue of a request until its stream ended; outcomes stop and length only.",
+            buckets.REQUEST_DURATION,
+        )
+        self.prompt_length = make.histogram(
+            "request_prompt_tokens", "Prompt tokens of a request; outcomes stop and length.", buckets.REQUEST_TOKENS
+        )
+        self.prompt_tokens = make.counters(
+            "prompt_tokens_total",
+            "Prompt tokens of finished requests: computed, or found in the prefix cache.",
+            source=labels.PROMPT_SOURCES,
+        )
+
+
+class GenerationFamilies:
+    """The tokens of models that generate. A worker of another model does not show these families."""
+
+    def __init__(self, make: FamilyFactory) -> None:
         self.resumed_across_draws = make.counter(
             "resumed_across_draws_total",
             "Sampled requests that this worker continued with other random numbers than their earlier attempts.",
         )
-        self.in_flight = make.gauge("requests_in_flight", "Requests that this worker started and that have not ended.")
         self.time_to_first_token = make.histogram(
             "time_to_first_token_seconds",
             "Time from the enqueue of a request until its first token was published.",
@@ -147,23 +187,10 @@ class RequestFamilies:
             "Time between two tokens of a request as published.",
             buckets.INTER_TOKEN_LATENCY,
         )
-        self.duration = make.histogram(
-            "request_duration_seconds",
-            "Time from the enqueue of a request until its stream ended; outcomes stop and length only.",
-            buckets.REQUEST_DURATION,
-        )
-        self.prompt_length = make.histogram(
-            "request_prompt_tokens", "Prompt tokens of a request; outcomes stop and length.", buckets.REQUEST_TOKENS
-        )
         self.generation_length = make.histogram(
             "request_generation_tokens",
             "Generated tokens of a request; outcomes stop and length.",
             buckets.REQUEST_TOKENS,
-        )
-        self.prompt_tokens = make.counters(
-            "prompt_tokens_total",
-            "Prompt tokens of finished requests: computed, or found in the prefix cache.",
-            source=labels.PROMPT_SOURCES,
         )
         self.generation_tokens = make.counter("generation_tokens_total", "Tokens published by this worker.")
         self.time_per_output_token = make.histogram(
@@ -171,23 +198,35 @@ class RequestFamilies:
             "Mean time of a request between two of its tokens; outcomes stop and length only.",
             buckets.INTER_TOKEN_LATENCY,
         )
+        self.decode = make.histogram(
+            "engine_decode_seconds",
+            "Time of a request from its first to its last token; outcomes stop and length only.",
+            buckets.ENGINE_STAGE,
+        )
+
+
+class PoolingFamilies:
+    """The rows of models that embed, score or classify. A worker of another model does not show these families."""
+
+    def __init__(self, make: FamilyFactory) -> None:
+        self.inputs = make.counters(
+            "pooled_inputs_total", "Inputs whose row was published by this worker, by task.", task=POOLING_TASKS
+        )
+        self.truncated = make.counter(
+            "truncated_inputs_total", "Inputs whose row was published by this worker and that were cut to fit."
+        )
 
 
 class StageFamilies:
-    """The duration of each stage of a request. `steps` makes the families that only some engines report."""
+    """The duration of the first stages of a request, which only some engines report."""
 
-    def __init__(self, make: FamilyFactory, steps: FamilyFactory) -> None:
+    def __init__(self, steps: FamilyFactory) -> None:
         self.queue = steps.histogram(
             "engine_queue_seconds", "Time of a request in the engine before its first step.", buckets.ENGINE_STAGE
         )
         self.prefill = steps.histogram(
             "engine_prefill_seconds",
             "Time of a request from its first step until its first token.",
-            buckets.ENGINE_STAGE,
-        )
-        self.decode = make.histogram(
-            "engine_decode_seconds",
-            "Time of a request from its first to its last token; outcomes stop and length only.",
             buckets.ENGINE_STAGE,
         )
 

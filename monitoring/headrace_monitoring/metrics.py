@@ -27,6 +27,9 @@ from headrace_monitoring.families import (
     DraftFamilies,
     EngineFamilies,
     FamilyFactory,
+    GenerationFamilies,
+    OptionalFamilies,
+    PoolingFamilies,
     QueueFamilies,
     RequestFamilies,
     StageFamilies,
@@ -101,6 +104,9 @@ class Totals:
     """Totals since the start of the worker, for remote control."""
 
     tokens: int = 0
+    """Generated."""
+    inputs: int = 0
+    """Of pooling requests, with a row."""
     requests: int = 0
     first_tokens: int = 0
     first_token_seconds: float = 0.0
@@ -150,13 +156,17 @@ class Publication:
     detokenize_seconds: float = 0.0
     publish_seconds: float = 0.0
     """Time of the worker's event loop, as `detokenize_seconds`."""
+    pooled: Counter[str] = field(default_factory=Counter)
+    """Numbers of rows, by pooling task."""
+    num_truncated: int = 0
+    """How many of the rows are of inputs that were cut."""
 
 
 MODEL_PROPERTIES = ("architecture", "dtype", "device", "attention", "engine", "engine_version")
 
 
 class Metrics:
-    """All metrics of one worker, on one registry.
+    """All metrics of one worker, on one registry. Until `show_kinds` is called, it shows those of all models.
 
     Args:
         registry: registers the families; None: a new registry.
@@ -191,7 +201,12 @@ class Metrics:
         self._steps = StepFamilies()
         steps = FamilyFactory(self._steps.registry, model=model)
         self._requests = RequestFamilies(make)
-        self._stages = StageFamilies(make, steps)
+        self._stages = StageFamilies(steps)
+        self._shown_of_generations, self._shown_of_pooling = OptionalFamilies(), OptionalFamilies()
+        self._generations = GenerationFamilies(FamilyFactory(self._shown_of_generations.registry, model=model))
+        self._pooling = PoolingFamilies(FamilyFactory(self._shown_of_pooling.registry, model=model))
+        self.registry.register(self._shown_of_generations)
+        self.registry.register(self._shown_of_pooling)
         self._engine = EngineFamilies(make, steps, self._sets)
         self._drafts = DraftFamilies(steps)
         self.registry.register(self._steps)
@@ -285,7 +300,7 @@ class Metrics:
 
     def request_resumed_across_draws(self) -> None:
         """Count a sampled request that continues with other random numbers than its first worker would have used."""
-        self._requests.resumed_across_draws.inc()
+        self._generations.resumed_across_draws.inc()
 
     def request_admitted(self, engine_queue_seconds: float, *, trace_id: str | None = None) -> None:
         """Record how long a request waited in the engine for its first step."""
@@ -312,22 +327,26 @@ class Metrics:
         if (prefill := _elapsed(prefill_seconds)) is not None:
             self._stages.prefill.observe(prefill, exemplar)
         if (since_enqueue := _elapsed(seconds_since_enqueue)) is not None:
-            self._requests.time_to_first_token.observe(since_enqueue, exemplar)
+            self._generations.time_to_first_token.observe(since_enqueue, exemplar)
             self.totals.first_tokens += 1
             self.totals.first_token_seconds += since_enqueue
         if (in_engine := _elapsed(engine_seconds)) is not None:
-            self._requests.engine_time_to_first_token.observe(in_engine, exemplar)
+            self._generations.engine_time_to_first_token.observe(in_engine, exemplar)
 
     def published(self, publication: Publication) -> None:
         """Record a publication. The caller must not modify it afterwards."""
         self._deferred.add(self._published, publication)
         self.totals.tokens += publication.num_tokens
+        self.totals.inputs += publication.pooled.total()
 
     def _published(self, publication: Publication) -> None:
-        self._requests.generation_tokens.inc(publication.num_tokens)
+        self._generations.generation_tokens.inc(publication.num_tokens)
         for (count, seconds, trace_id), chunks in publication.followed.items():
             if (gap := _elapsed(seconds)) is not None:
-                self._requests.inter_token_latency.observe_equal(gap / count, chunks * count, _exemplar(trace_id))
+                self._generations.inter_token_latency.observe_equal(gap / count, chunks * count, _exemplar(trace_id))
+        for task, count in publication.pooled.items():
+            self._pooling.inputs[task].inc(count)
+        self._pooling.truncated.inc(publication.num_truncated)
         self._worker.result_seconds["detokenize"].inc(publication.detokenize_seconds)
         self._worker.result_seconds["publish"].inc(publication.publish_seconds)
 
@@ -369,11 +388,11 @@ class Metrics:
             if (duration := _elapsed(duration_seconds)) is not None:
                 self._requests.duration.observe(duration, exemplar)
             self._requests.prompt_length.observe(prompt_tokens)
-            self._requests.generation_length.observe(generation_tokens)
+            self._generations.generation_length.observe(generation_tokens)
             if (decode := _elapsed(decode_seconds)) is not None:
-                self._stages.decode.observe(decode, exemplar)
+                self._generations.decode.observe(decode, exemplar)
                 if decoded_tokens:
-                    self._requests.time_per_output_token.observe(decode / decoded_tokens, exemplar)
+                    self._generations.time_per_output_token.observe(decode / decoded_tokens, exemplar)
 
     def request_refused(self, outcome: FinishReason, tenant: str | None = None) -> None:
         """Count a request that ended before it was sent to the engine: rejected, expired or cancelled."""
@@ -437,6 +456,10 @@ class Metrics:
     def steps_report_only(self, numbers: Collection[str]) -> None:
         """Set the fields of `StepNumbers` that the engine reports. Series that need other fields are absent."""
         self._steps.report_only(numbers)
+
+    def show_kinds(self, *, generates: bool, pools: bool) -> None:
+        """Set which models' families are shown: of those that generate, and of those that embed, score or classify."""
+        self._shown_of_generations.is_shown, self._shown_of_pooling.is_shown = generates, pools
 
     def _lora_requests(self, by_adapter: Mapping[str, Sequence[int]]) -> None:
         levels = dict.fromkeys(self._engine.lora_requests, 0)

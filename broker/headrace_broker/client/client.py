@@ -303,7 +303,7 @@ class Client:
                 return None
 
     def status(self, request_id: str) -> RequestStatus:
-        """Return the state of the request and its number of tokens so far."""
+        """Return the state of the request and its number of tokens, or rows, so far."""
         check_request_id(request_id)
         with unavailable(self.settings, "read the status of a request"):
             return read_status(self._status(stream=stream_key(request_id)))

@@ -49,6 +49,7 @@ class RequestStatus:
     attempt: int = 0
     tokens: int = 0  # generated so far, of all choices
     finish_reason: str | None = None
+    rows: int = 0  # computed so far, of a pooling request; it has no tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,10 +270,13 @@ def read_status(reply: Sequence[Any] | None) -> RequestStatus:
     """Decode the reply of `stream_status.lua`."""
     if reply is None:
         return RequestStatus("pending")
-    attempt, tokens, kind, data = reply
+    attempt, count, kind, packed = reply
+    data = unpack(packed)
+    pools = "bytes" in data or "truncated" in data
+    tokens, rows = (0, count) if pools else (count, 0)
     if kind != b"end":
-        return RequestStatus("running", attempt, tokens)
-    return RequestStatus("finished", attempt, tokens, str(unpack(data).get("finish_reason")))
+        return RequestStatus("running", attempt, tokens, rows=rows)
+    return RequestStatus("finished", attempt, tokens, str(data.get("finish_reason")), rows)
 
 
 def chunk_of(request_id: str, event: StreamEvent) -> ChunkEvent | None:

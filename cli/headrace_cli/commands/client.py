@@ -84,7 +84,8 @@ def status(request_id: str, redis_url: str, as_json: bool) -> None:
         click.echo("pending: no worker has started it, or its id is unknown or expired")
     else:
         how = f" ({found.finish_reason})" if found.finish_reason else ""
-        click.echo(f"{found.state}{how}: {found.tokens} tokens, attempt {found.attempt}")
+        done = f"{found.rows} rows" if found.rows else f"{found.tokens} tokens"
+        click.echo(f"{found.state}{how}: {done}, attempt {found.attempt}")
 
 
 @click.command()

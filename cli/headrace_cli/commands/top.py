@@ -30,7 +30,7 @@ _DASH = "–"  # noqa: RUF001  # a cell without a value
 @click.option("--once", is_flag=True, help="Print the tables once and exit.")
 @options.as_json
 def top(redis_url: str, interval: float, once: bool, as_json: bool) -> None:
-    """Show queues, workers, slots, tokens per second, time to first token, KV use and the slowest requests, live.
+    """Show queues, workers, slots, rates, time to first token, KV use and the slowest requests, live.
 
     The command reads Redis, and asks the workers through Celery's remote control. --json prints one report, with the
     rates of one interval, and exits. Press Ctrl-C to stop.
@@ -69,9 +69,11 @@ def draw(found: Mapping[str, Any]) -> Group:
     for queue in found["queues"]:
         counts = (str(queue[name]) for name in ("ready", "leased", "run_out", "dead"))
         queues.add_row(Text(queue["model"]), *counts, _seconds(queue["oldest_age_seconds"]))
-    workers = _table("Workers", "worker", "model", "state", "slots", "running", "waiting", "KV", "tokens/s", "TTFT")
+    workers = _table(
+        "Workers", "worker", "model", "state", "slots", "running", "waiting", "KV", "tokens/s", "inputs/s", "TTFT"
+    )
     for worker in found["workers"]:
-        rate, usage = worker["tokens_per_second"], worker["kv_cache_usage_ratio"]
+        rates, usage = (worker["tokens_per_second"], worker["inputs_per_second"]), worker["kv_cache_usage_ratio"]
         workers.add_row(
             Text(worker["name"]),
             Text(worker["model"]),
@@ -79,13 +81,14 @@ def draw(found: Mapping[str, Any]) -> Group:
             f"{worker['slots_used']}/{worker['slots']}",
             *(_DASH if worker[name] is None else str(worker[name]) for name in ("running", "waiting")),
             _DASH if usage is None else f"{usage:.0%}",
-            _DASH if rate is None else f"{rate:.1f}",
+            *(_DASH if rate is None else f"{rate:.1f}" for rate in rates),
             _seconds(worker["mean_time_to_first_token_seconds"]),
         )
-    slowest = _table("Slowest requests", "request", "worker", "attempt", "tokens", "time here")
+    slowest = _table("Slowest requests", "request", "worker", "attempt", "done", "time here")
     for request in found["slowest_requests"]:
-        counts = (str(request[name]) for name in ("attempt", "tokens"))
-        slowest.add_row(Text(request["request_id"]), Text(request["worker"]), *counts, _seconds(request["seconds"]))
+        done = next(f"{request[unit]} {unit}" for unit in ("tokens", "inputs") if unit in request)
+        about = (Text(request["request_id"]), Text(request["worker"]), str(request["attempt"]))
+        slowest.add_row(*about, done, _seconds(request["seconds"]))
     return Group(queues, workers if found["workers"] else Text("No worker answered.", style="bold red"), slowest)
 
 

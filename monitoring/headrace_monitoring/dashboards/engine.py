@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard as sdk
 
-from headrace_monitoring.dashboards.expressions import quantile, quantiles, rate
+from headrace_monitoring.dashboards.expressions import quantile, quantiles, rate, rate_by
 from headrace_monitoring.dashboards.panels import Row, build, graph, latency, share, stack
 
 
@@ -13,7 +13,7 @@ def dashboard() -> sdk.Dashboard:
         "headrace-engine",
         "Headrace: engine",
         "Batch, steps and their phases, KV cache, prefix cache, preemptions, speculative decoding.",
-        {"Requests": _requests(), "Steps": _steps(), "Memory": _memory(), "Model": _model()},
+        {"Requests": _requests(), "Inputs": _inputs(), "Steps": _steps(), "Memory": _memory(), "Model": _model()},
     )
 
 
@@ -44,6 +44,21 @@ def _requests() -> Row:
         ),
         "Prefill": latency("Time of a request from its first step until its first token.", "engine_prefill_seconds"),
         "Decode": latency("Time of a request from its first to its last token.", "engine_decode_seconds"),
+    }
+
+
+def _inputs() -> Row:
+    return {
+        "Inputs by task": graph(
+            "Models that embed, score or classify: inputs whose row was published.",
+            rate_by("pooled_inputs_total", "task"),
+            unit="suffix: inputs/s",
+        ),
+        "Truncated inputs": graph(
+            "Those of these inputs that were cut because they were too long. Their rows describe a part of the text.",
+            (rate("truncated_inputs_total"), "truncated"),
+            unit="suffix: inputs/s",
+        ),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import os
 import signal
@@ -15,9 +16,12 @@ import msgpack
 import numpy as np
 import pytest
 from celery import Celery
+from rich.console import Console
 
 from headrace_broker import AsyncClient, BrokerSettings, Client, RequestFailedError
 from headrace_broker.streams.events import EndEvent, RowsEvent
+from headrace_cli.commands.top import draw
+from headrace_cli.service_sampler import Sample, report
 from service.redis_users import ServerWithUsers, url_of
 from service.workers import pooling_engine
 from service.workers.service import DEADLINE, QUEUE, Service
@@ -318,6 +322,36 @@ def test_an_idempotency_key_means_the_same_messages(site: Site) -> None:
     assert [len(site.computed(name)) for name in first.request_ids] == [256, 44]
     with pytest.raises(Exception, match="was used with another prompt"):
         site.client.classify(ids(300), idempotency_key="k", timeout=DEADLINE)
+
+
+def test_metrics_and_top_count_inputs_and_say_nothing_of_generated_tokens(make_site: Callable[[], Site]) -> None:
+    site = make_site()
+    worker = site.start().wait_ready()
+    site.client.embed([[5], [6] * 70, [7] * 80], truncate="end", timeout=DEADLINE)
+    site.client.classify(["a"], timeout=DEADLINE)
+    site.allow(4)
+    handle = site.send("embed", {"input": ids(9)})
+    site.wait_rows(handle.id, 4)
+    found = worker.metrics()
+    counted = {name: found[f'headrace_pooled_inputs_total{{task="{name}"}}'] for name in ("embed", "score", "classify")}
+    assert counted == {"embed": 7, "score": 0, "classify": 1}
+    assert found["headrace_truncated_inputs_total"] == 2
+    assert found['headrace_prompt_tokens_total{source="computed"}'] > 128
+    of_generations = ("first_token", "inter_token", "generation", "decode", "output_token", "draws", "kv_", "prefix_")
+    assert [name for name in found if any(word in name for word in of_generations)] == []
+    stats = site.service.inspected("engine_stats")
+    assert (stats["pools"], stats["totals"]["inputs"], stats["totals"]["tokens"]) == (True, 8, 0)
+    [slowest] = stats["slowest_requests"]
+    assert slowest["inputs"] == 4
+    assert "tokens" not in slowest
+    table = io.StringIO()
+    sample = Sample(2.0, {}, {"w": stats})
+    earlier = {**stats, "totals": {**stats["totals"], "inputs": 2}}
+    Console(file=table, width=140).print(draw(report(sample, Sample(0.0, {}, {"w": earlier}))))
+    assert "4 inputs" in table.getvalue()
+    assert "3.0" in table.getvalue(), "6 inputs in 2 seconds"
+    status = site.client.status(handle.id)
+    assert (status.state, status.rows, status.tokens) == ("running", 4, 0)
 
 
 def test_a_failed_message_fails_the_call(site: Site) -> None:

@@ -167,8 +167,11 @@ def test_an_earlier_cancellation_counts_too() -> None:
 
 def test_a_status_is_read() -> None:
     assert read_status(None) == RequestStatus("pending")
-    assert read_status([2, 7, b"chunk", b""]) == RequestStatus("running", 2, 7)
+    assert read_status([2, 7, b"chunk", pack({"token_ids": [1]})]) == RequestStatus("running", 2, 7)
     assert read_status([2, 7, b"end", pack({"finish_reason": "stop"})]) == RequestStatus("finished", 2, 7, "stop")
+    assert read_status([1, 7, b"chunk", pack({"first": 4, "bytes": b""})]) == RequestStatus("running", 1, rows=7)
+    ended = pack({"finish_reason": "stop", "truncated": []})
+    assert read_status([1, 7, b"end", ended]) == RequestStatus("finished", 1, finish_reason="stop", rows=7)
 
 
 def stored(status: str, result: Any) -> bytes:

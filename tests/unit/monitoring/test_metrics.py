@@ -138,10 +138,34 @@ def test_chunks_of_a_step_count_as_each_by_itself(metrics: Metrics, seconds: flo
     together = Scrape(metrics).samples
     one_by_one = Metrics(model=metrics._model, queue=f"headrace.{metrics._model}")
     for _ in range(6):
-        one_by_one._requests.inter_token_latency.observe(min(seconds, LONGEST_SECONDS) / 2)
+        one_by_one._generations.inter_token_latency.observe(min(seconds, LONGEST_SECONDS) / 2)
     expected = Scrape(one_by_one).samples
     for name in [name for name in expected if "inter_token" in str(name)]:
         assert together[name] == pytest.approx(expected[name])
+
+
+def test_a_worker_shows_the_families_of_its_kind_of_model_alone(metrics: Metrics) -> None:
+    metrics.published(Publication(4, pooled=Counter(embed=3, score=1), num_truncated=2))
+    both = {name for name, _ in Scrape(metrics).samples}
+    metrics.show_kinds(generates=False, pools=True)
+    scrape = Scrape(metrics)
+    assert scrape.value("headrace_pooled_inputs_total", task="embed") == 3
+    assert scrape.value("headrace_truncated_inputs_total") == 2
+    of_pooling = {name for name, _ in scrape.samples}
+    metrics.show_kinds(generates=True, pools=False)
+    of_generations = {name for name, _ in Scrape(metrics).samples}
+    assert both - of_generations == {"headrace_pooled_inputs_total", "headrace_truncated_inputs_total"}
+    hidden = {
+        name.removeprefix("headrace_").removesuffix("_sum") for name in both - of_pooling if name.endswith("_sum")
+    }
+    assert hidden == {
+        "time_to_first_token_seconds",
+        "engine_time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "request_generation_tokens",
+        "request_time_per_output_token_seconds",
+        "engine_decode_seconds",
+    }
 
 
 def test_a_traced_chunk_is_an_exemplar_of_one_of_its_gaps(metrics: Metrics) -> None:

@@ -324,4 +324,5 @@ def _make_metrics(settings: WorkerSettings, config: EngineConfig, adapters: Adap
     )
     if config.engine != OWN_ENGINE:  # its step statistics are known when it is ready
         metrics.steps_report_only(())
+    metrics.show_kinds(generates=False, pools=False)  # known when the model is loaded
     return metrics

@@ -273,6 +273,7 @@ class Dispatcher:
         return {
             "model": self._model.names[0],
             "state": self._health.not_ready() or "ready",
+            "pools": self.engine.pools,
             "paused": self._state.is_paused,
             "draining": self.is_draining,
             "preparing": len(self._preparation),

@@ -83,6 +83,11 @@ class EngineWatch:
         self.is_given_up = False
         """Whether the engine could not be kept alive."""
 
+    @property
+    def pools(self) -> bool:
+        """Whether the model computes one row of numbers for each input. False until it is loaded."""
+        return self.credit is not None
+
     def on_engine_ready(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None:
         if self.processor is None:
             has_cache = model_info.pooling is None
@@ -130,6 +135,7 @@ class EngineWatch:
             self.credit = TokenCredit(model_info.pooling.max_step_tokens)
         self.in_flight.use_engine(capabilities, reader_for(pools=model_info.pooling is not None, tokenizer=tokenizer))
         self._metrics.steps_report_only(capabilities.stats)
+        self._metrics.show_kinds(generates=model_info.pooling is None, pools=model_info.pooling is not None)
         self._formats = self._model.answer_formats.of(parts, tokenizer)
         settings = {
             **self._model.preparation_settings,

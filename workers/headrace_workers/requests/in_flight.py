@@ -161,7 +161,7 @@ class InFlight:
         self._slots_changed()
         self._metrics.request_started()
         if job.attempt > 1:
-            logger.info("request continues", **job.log_fields, resumed_tokens=job.num_done)
+            logger.info("request continues", **job.log_fields, **{f"resumed_{job.UNIT}": job.num_done})
         job.celery_request.on_accepted(self._supervisor.pid, time.monotonic())
         if deadline is not None:
             delay = max(0.0, deadline - time.time())

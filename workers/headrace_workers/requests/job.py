@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from headrace_broker.models.identity import ModelIdentity
 from headrace_broker.results import ErrorInfo, Usage
@@ -30,6 +30,9 @@ class Result(Protocol):
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job(ABC):
     """Connects a Celery request, engine requests and a stream."""
+
+    UNIT: ClassVar[str] = "tokens"
+    """What `num_done` counts."""
 
     celery_request: CeleryRequest
     attempt: int
@@ -147,7 +150,7 @@ class Job(ABC):
 
     def summary(self) -> dict[str, Any]:
         """Describe the request to an operator, without its contents."""
-        return {**self.log_fields, "tokens": self.num_done, "seconds": time.monotonic() - self.received_at}
+        return {**self.log_fields, self.UNIT: self.num_done, "seconds": time.monotonic() - self.received_at}
 
     def cancel_timers(self) -> None:
         for timer in self.timers:

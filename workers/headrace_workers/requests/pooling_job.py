@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from headrace_broker.pooling_results import PoolingResult, matrix_of, recorded_rows
 from headrace_broker.results import ErrorInfo, Usage
@@ -23,6 +23,8 @@ class PoolingJob(Job):
     """Args:
     request: all inputs of the message.
     """
+
+    UNIT: ClassVar[str] = "inputs"
 
     request: PoolingCoreRequest
     labels: Sequence[str] = ()
@@ -89,6 +91,9 @@ class PoolingJob(Job):
     def publish(self, output: PooledRows, now: float, publication: Publication) -> list[StreamWrite]:  # noqa: ARG002
         if not output.count:
             return []
+        last = self.num_rows + output.count
+        publication.pooled[self.request.task] += output.count
+        publication.num_truncated += sum(self.num_rows <= index < last for index in self.truncated)
         row_bytes = len(output.data) // output.count
         per_entry = max(1, ENTRY_BYTES // row_bytes)
         writes = []

@@ -60,7 +60,7 @@ class PoolingCore:
             self._refused.append(PooledRows(message.request_id, message.first, 0, b"", True, problem))
             return
         self._requests[message.request_id] = message
-        self._queue.add(message.request_id, [*map(len, message.inputs)], message.priority)
+        self._queue.add(message.request_id, [*map(len, message.inputs)], message.priority, message.tenant)
 
     def _problem(self, message: PoolingCoreRequest) -> str | None:
         if message.task not in self._info.tasks:

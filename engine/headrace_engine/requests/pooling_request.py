@@ -40,6 +40,8 @@ class PoolingCoreRequest:
     """Whether scores and classes get the model's activation. False returns logits."""
     priority: int = 0
     """The lowest number is served first."""
+    tenant: str = ""
+    """Tenants take turns by tokens."""
     arrival_time: float = 0.0
     """Orders requests of the same priority, in seconds. Any clock will do."""
 

@@ -315,6 +315,17 @@ def test_other_weights_do_not_continue_a_message(make_site: Callable[[], Site]) 
     assert (result["error"]["code"], result["data"]["shape"]) == ("model_changed", [4, 4])
 
 
+def test_a_query_does_not_wait_for_a_job_of_2048_texts(make_site: Callable[[], Site]) -> None:
+    site = make_site()
+    site.allow(4)
+    site.start().wait_ready()
+    job = site.send("embed", {"input": ids(2048)})
+    site.wait_rows(job.id, 4)
+    assert matrix(site.get("embed", {"input": ids(1)})).tolist() == expected(ids(1))
+    site.allow(ALL)
+    assert len(matrix(job.get(timeout=DEADLINE))) == 2048
+
+
 def test_an_idempotency_key_means_the_same_messages(site: Site) -> None:
     first = site.client.embed(ids(300), idempotency_key="k", timeout=DEADLINE)
     again = site.client.embed(ids(300), idempotency_key="k", timeout=DEADLINE)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from typing import Any
 
+import pytest
+
 from headrace_engine.core.outputs import PooledRows
 from headrace_engine.core.pooling_core import PoolingCore
 from headrace_engine.options.config import EngineConfig, ModelConfig
@@ -17,6 +19,9 @@ BAD = 666
 class SumRunner:
     """The row of an input is the sum of its token ids. That of an input with `BAD` is not finite."""
 
+    def __init__(self, step_tokens: int = 100) -> None:
+        self._step_tokens = step_tokens
+
     def load_model(self) -> ModelInfo:
         return ModelInfo(
             vocab_size=1000,
@@ -27,7 +32,9 @@ class SumRunner:
             device="cpu",
             attention="none",
             num_parameters=0,
-            pooling=PoolingInfo(tasks=("embed",), dimensions=1, max_input_tokens=500, max_step_tokens=100),
+            pooling=PoolingInfo(
+                tasks=("embed",), dimensions=1, max_input_tokens=500, max_step_tokens=self._step_tokens
+            ),
         )
 
     def compute(self, batch: PoolingBatch) -> list[bytes | None]:
@@ -38,8 +45,8 @@ class SumRunner:
         """Nothing to do."""
 
 
-def make_core() -> PoolingCore:
-    return PoolingCore(EngineConfig(model=ModelConfig()), SumRunner())
+def make_core(step_tokens: int = 100) -> PoolingCore:
+    return PoolingCore(EngineConfig(model=ModelConfig()), SumRunner(step_tokens))
 
 
 def request(name: str, inputs: list[list[int]], **options: Any) -> PoolingCoreRequest:
@@ -107,6 +114,32 @@ def test_a_wrong_request_gets_its_reason_and_others_go_on() -> None:
         "score": "the model computes embed, not score",
         "good": None,
     }
+
+
+@pytest.mark.parametrize("tenant", ["", "other"])
+def test_a_query_behind_a_job_of_2048_texts_waits_for_two_steps_at_most(tenant: str) -> None:
+    core = make_core(1024)
+    core.add_request(request("job", [[1] * (6 + 37 * number % 250) for number in range(2048)]))
+    for number in range(50):
+        core.step()  # it runs when the query comes
+        core.add_request(request(f"query-{number}", [[2] * 12], tenant=tenant))
+        assert f"query-{number}" in [found.request_id for found in core.step().rows]
+
+
+def test_of_two_tenants_one_with_100_jobs_each_gets_half_of_the_tokens() -> None:
+    core = make_core(1024)
+    job = [[1] * (6 + 37 * number % 250) for number in range(2048)]
+    for number in range(100):
+        core.add_request(request(f"many-{number}", job, tenant="many"))
+    core.add_request(request("one-0", job, tenant="one"))
+    tokens, steps = {"many": 0, "one": 0}, 0
+    while tokens["one"] < sum(map(len, job)):
+        steps += 1
+        for found in core.step().rows:
+            computed = job[found.first : found.first + found.count]
+            tokens[found.request_id.partition("-")[0]] += sum(map(len, computed))
+    assert tokens["many"] == pytest.approx(tokens["one"], abs=1024)
+    assert steps == pytest.approx(2 * sum(map(len, job)) / 1024, rel=0.1)
 
 
 def test_a_better_priority_overtakes_between_steps() -> None:

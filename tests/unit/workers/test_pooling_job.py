@@ -14,7 +14,7 @@ from headrace_engine.requests.pooling_request import PoolingCoreRequest
 from headrace_monitoring.metrics import Publication
 from headrace_workers.requests.engine_outputs import RowOutputs
 from headrace_workers.requests.pooling_job import ENTRY_BYTES, PoolingJob
-from headrace_workers.requests.token_credit import STEPS, TokenCredit
+from headrace_workers.requests.token_credit import MESSAGES, STEPS, TokenCredit
 from unit.workers.fakes import FakeCeleryRequest
 
 ROW = b"\x00\x00\x80?" * 2
@@ -98,9 +98,15 @@ def test_rows_of_an_aborted_attempt_are_ignored() -> None:
 @pytest.mark.parametrize(("sizes", "most"), [([100] * 40, 40), ([16_384] * 40, 1)])
 def test_messages_are_taken_by_their_tokens(sizes: list[int], most: int) -> None:
     credit = TokenCredit(1024)
-    assert credit.messages(0) == 1  # before any message is known
+    assert credit.messages(0, 0) == 1  # before any message is known
     for size in sizes:
         credit.took(size)
-    assert credit.messages(0) == most
-    assert credit.messages(STEPS * 1024 - 1) == 1
-    assert credit.messages(STEPS * 1024) == 0
+    assert credit.messages(0, 0) == most
+    assert credit.messages(STEPS * 1024 - 1, MESSAGES) == 1
+    assert credit.messages(STEPS * 1024, MESSAGES) == 0
+
+
+def test_a_few_messages_are_taken_one_by_one_behind_a_long_one() -> None:
+    credit = TokenCredit(1024)
+    credit.took(50)
+    assert [credit.messages(100_000, count) for count in range(1, MESSAGES + 1)] == [1] * (MESSAGES - 1) + [0]

@@ -103,7 +103,9 @@ class Admission:
         # Called many times a second, so the cheap checks come first.
         if self._engine.num_waiting or room <= 0 or self._takes_nothing:
             return 0
-        return room if self._credit is None else min(room, self._credit.messages(self._backlog()))
+        if self._credit is None:
+            return room
+        return min(room, self._credit.messages(self._backlog(), len(self._in_flight) + len(self.preparation)))
 
     def _backlog(self) -> int:
         """Estimate the tokens that the engine must compute for the messages that were taken."""
@@ -306,6 +308,7 @@ class Admission:
             normalize=prepared.normalize,
             activation=prepared.activation,
             priority=incoming.priority if self._engine.capabilities.priority else 0,
+            tenant=incoming.tenant or "",
             arrival_time=incoming.enqueued_at if incoming.enqueued_at is not None else time.time(),
         )
 

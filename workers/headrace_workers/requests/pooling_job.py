@@ -84,6 +84,7 @@ class PoolingJob(Job):
                 normalize=whole.normalize,
                 activation=whole.activation,
                 priority=whole.priority,
+                tenant=whole.tenant,
                 arrival_time=whole.arrival_time,
             )
         ]

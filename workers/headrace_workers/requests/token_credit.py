@@ -6,6 +6,8 @@ BYTES_PER_TOKEN: Final = 4
 """Estimates the tokens of a message before it is tokenised."""
 STEPS: Final = 4
 """The engine gets work for so many steps. More would only wait here instead of at another worker."""
+MESSAGES: Final = 8
+"""So many messages are taken even if the engine has work: a short one need not wait for the end of long ones."""
 _WEIGHT: Final = 0.25
 
 
@@ -24,7 +26,10 @@ class TokenCredit:
         """Learn the size of a message."""
         self._average += _WEIGHT * (max(1, num_tokens) - self._average)
 
-    def messages(self, backlog: int) -> int:
-        """Return how many messages to take while the engine has to compute `backlog` tokens; 0 if that is enough."""
+    def messages(self, backlog: int, num_messages: int) -> int:
+        """Return how many messages to take while the engine has to compute `backlog` tokens of `num_messages`.
+
+        If the engine has enough work, they are taken one by one: other workers get some as well.
+        """
         left = self._most - backlog
-        return 0 if left <= 0 else max(1, int(left / self._average))
+        return int(num_messages < MESSAGES) if left <= 0 else max(1, int(left / self._average))

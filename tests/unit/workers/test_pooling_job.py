@@ -21,9 +21,8 @@ ROW = b"\x00\x00\x80?" * 2
 
 
 def make_job(count: int = 5, **more: Any) -> PoolingJob:
-    request = PoolingCoreRequest(
-        request_id="r1", task="embed", inputs=[[1] * (index % 5 + 1) for index in range(count)], dimensions=2, priority=3
-    )
+    inputs = [[1] * (index % 5 + 1) for index in range(count)]
+    request = PoolingCoreRequest(request_id="r1", task="embed", inputs=inputs, dimensions=2, priority=3)
     job = PoolingJob(celery_request=FakeCeleryRequest(), request=request, attempt=2, queued_at=None, **more)
     job.resume([])
     return job

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace_engine.conformance.case import Broken, expect
+from headrace_engine.conformance.rows import Rows
 from headrace_engine.core.outputs import EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.core.process import EngineCoreProcess
 from headrace_engine.errors import HeadraceEngineError
 from headrace_engine.options.config import EngineConfig
+from headrace_engine.requests.pooling_request import PoolingCoreRequest, PoolingTask
 from headrace_engine.requests.request import EngineCoreRequest, FinishReason
 from headrace_engine.requests.sampling_params import SamplingParams
 from headrace_engine.runner.contracts import TokenLogprobs
@@ -81,6 +83,7 @@ class EngineUnderTest:
         self.end_patience = end_patience
         self._numbers = itertools.count(1)
         self._answers: dict[str, Answer] = {}
+        self._rows: dict[str, Rows] = {}
         self._forgotten: set[str] = set()
         self.steps: list[StepStats] = []
         """The statistics of the steps since the last `settle`."""
@@ -139,6 +142,33 @@ class EngineUnderTest:
             **changes,
         )
 
+    def pooling_request(
+        self,
+        count: int,
+        *,
+        task: PoolingTask | None = None,
+        lengths: Sequence[int] = (),
+        **options: Any,
+    ) -> PoolingCoreRequest:
+        """Return a request of `count` inputs, of mixed lengths unless they are given."""
+        pooling = self.info.pooling
+        assert pooling is not None
+        most = min(pooling.max_input_tokens, 120)
+        lengths = lengths or [1 + (17 * number) % most for number in range(count)]
+        return PoolingCoreRequest(
+            request_id=f"conformance:0:{next(self._numbers)}",
+            task=task or pooling.tasks[0],
+            inputs=[self.prompt(length, number) for number, length in enumerate(lengths)],
+            **options,
+        )
+
+    def pooling_again(
+        self, request: PoolingCoreRequest, inputs: Sequence[Sequence[int]], **changes: Any
+    ) -> PoolingCoreRequest:
+        """Return the request with a new id and other inputs."""
+        name = f"conformance:0:{next(self._numbers)}"
+        return replace(request, request_id=name, inputs=[list(tokens) for tokens in inputs], **changes)
+
     # -- sending and waiting ------------------------------------------------------------------------------------
 
     def send(self, request: EngineCoreRequest) -> Answer:
@@ -147,6 +177,34 @@ class EngineUnderTest:
         self._forgotten.discard(request.request_id)
         self.core.add_request(request)
         return answer
+
+    def await_rows(self, request: PoolingCoreRequest) -> Rows:
+        """Return the object that collects what the engine sends for the id of the request."""
+        rows = self._rows[request.request_id] = Rows(request)
+        self._forgotten.discard(request.request_id)
+        return rows
+
+    def send_inputs(self, request: PoolingCoreRequest) -> Rows:
+        rows = self.await_rows(request)
+        self.core.add_request(request)
+        return rows
+
+    def finish_rows(self, *requests: Rows) -> list[Rows]:
+        """Wait until all these requests have ended."""
+        self.wait_until(
+            lambda: all(rows.has_ended for rows in requests),
+            lambda: f"{sum(not rows.has_ended for rows in requests)} of {len(requests)} requests have not ended",
+        )
+        return list(requests)
+
+    def pool(self, *requests: PoolingCoreRequest) -> list[Rows]:
+        """Send requests and wait until they have ended."""
+        return self.finish_rows(*[self.send_inputs(request) for request in requests])
+
+    def abort_rows(self, rows: Rows) -> None:
+        self.core.abort_requests([rows.id])
+        self.fence()
+        rows.is_aborted = True
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
@@ -241,6 +299,9 @@ class EngineUnderTest:
 
     def fence(self) -> None:
         """Wait until the engine has read everything that was sent so far."""
+        if self.info.pooling is not None:
+            self.pool(self.pooling_request(1, priority=-1000))
+            return
         self.run_one(self.request(self.prompt(3), max_tokens=1))
 
     def await_no_problem(self, problem: Callable[[], str | None]) -> None:
@@ -259,11 +320,13 @@ class EngineUnderTest:
 
     def settle(self) -> None:
         """Clear the state of an earlier case. Raises Broken if the engine does not become idle."""
-        left = [answer for answer in self._answers.values() if answer.finish is None]
+        left = [answer.id for answer in self._answers.values() if answer.finish is None]
+        left += [rows.id for rows in self._rows.values() if not rows.has_ended]
         if left:
-            self.core.abort_requests([answer.id for answer in left])
-        self._forgotten |= self._answers.keys()
+            self.core.abort_requests(left)
+        self._forgotten |= self._answers.keys() | self._rows.keys()
         self._answers.clear()
+        self._rows.clear()
         self.fence()
         self.steps.clear()
 
@@ -279,6 +342,11 @@ class EngineUnderTest:
         for output in step.outputs:
             if self._is_known(output):
                 self._take_output(self._answers[output.request_id], output, latest)
+        for found in step.rows:
+            if found.request_id in self._rows:
+                self._rows[found.request_id].take(found, len(self.steps))
+            else:
+                expect(found.request_id in self._forgotten, f"rows have the unknown id {found.request_id!r}")
 
     def _is_known(self, output: EngineCoreOutput) -> bool:
         if output.request_id in self._answers:

@@ -15,6 +15,7 @@ from headrace_engine.conformance import (  # noqa: F401  # their import register
     endings,
     faults,
     logprobs,
+    pooling,
     pressure,
     refusals,
     resume,
@@ -110,7 +111,7 @@ class Suite:
         self._is_tight = False
         first = self.info is None
         self.info, self.capabilities = engine.info, engine.capabilities
-        if first and any(case.stage is Stage.TIGHT for case in self.cases):
+        if first and not self._pools and any(case.stage is Stage.TIGHT for case in self.cases):
             try:
                 self._make_references(engine)
             except (Broken, HeadraceEngineError) as error:
@@ -155,9 +156,14 @@ class Suite:
                 logger.info("the engine does not take %s: %s", more, error)
         return self._launcher.start(**least)
 
+    @property
+    def _pools(self) -> bool:
+        """Whether the model computes one row for each input, so that only the cases of pooling apply."""
+        return self.info is not None and self.info.pooling is not None
+
     def _claims_at(self, stage: Stage) -> EngineCapabilities:
         """Return the claims of the engine that a stage uses. They may depend on the options of the engine."""
-        if stage is not Stage.TIGHT:
+        if stage is not Stage.TIGHT or self._pools:
             return self.capabilities
         if self._tight_claims is None and self._tight_problem is None:
             with contextlib.suppress(Broken):  # each case of the stage will fail with this error
@@ -194,6 +200,8 @@ class Suite:
         return Verdict(case, outcome, reason, time.monotonic() - started)
 
     def _check(self, case: Case) -> None:
+        if self._pools != (case.group == "pooling"):
+            raise DoesNotApply("the model does not generate" if self._pools else "the model generates")
         if case.stage is Stage.NONE:
             self._close()
             case.check(self._launcher)

@@ -48,6 +48,7 @@ from headrace_gateway.models import tokenizers
 from headrace_gateway.openapi import document
 from headrace_gateway.page import files as page_files
 from headrace_gateway.page import overview
+from headrace_gateway.pooling import endpoints as pooling_endpoints
 from headrace_gateway.redis.claims import Claims
 from headrace_gateway.redis.watch import RedisWatch
 from headrace_gateway.responses import endpoints as responses
@@ -70,6 +71,7 @@ _EXPOSED: Final = (
     "x-headrace-id",
     "x-headrace-queued-ms",
     "x-headrace-ignored",
+    "x-headrace-truncated",
     "openai-processing-ms",
     "retry-after",
     "x-should-retry",
@@ -85,6 +87,7 @@ _ROUTES: Final = (
     *chat_endpoints.routes,
     *completions_endpoints.routes,
     *anthropic_endpoints.routes,
+    *pooling_endpoints.routes,
     *tokenizers.routes,  # before the route of a response's id, which would match their path
     *responses.refused,
     *responses.routes,

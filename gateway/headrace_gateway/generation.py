@@ -32,7 +32,7 @@ from headrace_gateway.requests.call import AnswerOptions, Call, ResponseOptions,
 from headrace_gateway.requests.call_fields import bounded_priority
 from headrace_gateway.requests.headers import CallHeaders, ResumeStyle, read_headers
 from headrace_gateway.requests.request_size import encoded_bytes, request_bytes
-from headrace_wire.codes import ErrorCode, GatewayCode
+from headrace_wire.codes import ErrorCode
 
 _PLAIN_WAIT: Final = 3600.0
 _REFUSALS: Final = (ApiError, InvalidRequestError, UnknownModelError, QueueFullError)
@@ -99,11 +99,8 @@ async def submit(
     try:
         await _keep(gateway, envelope, call)
         accepted = await _send(gateway, requests)
-    except _REFUSALS as error:  # after any other error the request may still be in the queue
+    except _REFUSALS:  # after any other error the request may still be in the queue
         await forget(gateway, envelope)
-        if isinstance(error, InvalidRequestError) and any("was used with another" in each for each in error.problems):
-            message = "the Idempotency-Key was used with another request: choose a new key"
-            raise ApiError(422, "invalid_request_error", GatewayCode.IDEMPOTENCY_KEY_REUSED, message) from error
         raise
     if accepted[0] == answer_id:
         return envelope

@@ -45,6 +45,7 @@ Endpoint = Literal[
     "completions",
     "responses",
     "messages",
+    "embeddings",
     "tokenizer",
     "models",
     "files",

@@ -231,9 +231,16 @@ _DOES: Final = {
     "classify": ("classifies texts", "does not classify texts"),
 }
 
+_TASK_NAMES: Final = {task: f"the task headrace.{task}" for task in _DOES}
 
-def wrong_task(model: str, serves: Sequence[str], asked: str) -> str:
-    """Return the refusal of a task that the model does not serve. A task is `generate` or a pooling task."""
-    does = " and ".join(_DOES[task][0] for task in serves)
-    instead = " or ".join(f"headrace.{task}" for task in serves)
-    return f"model {named(model)} {does}; it {_DOES[asked][1]}: use the task {instead}"
+
+def wrong_task(model: str, serves: Sequence[str], asked: str, places: Mapping[str, str] = _TASK_NAMES) -> str:
+    """Return the refusal of a task that the model does not serve. A task is `generate` or a pooling task.
+
+    Args:
+        places: where the caller can send each task.
+    """
+    known = [task for task in serves if task in _DOES]  # a newer worker may serve others
+    does = " and ".join(_DOES[task][0] for task in known) or "serves other tasks"
+    instead = " or ".join(places[task] for task in known)
+    return f"model {named(model)} {does}; it {_DOES[asked][1]}" + (f": use {instead}" if instead else "")

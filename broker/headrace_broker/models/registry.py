@@ -42,6 +42,18 @@ class RegisteredModel:
     template: TemplateFeatures = field(default_factory=TemplateFeatures)
     tokenizer_calls: bool = False
     """Its workers answer tokenizer calls; see `client/tokenizer_calls.py`."""
+    tasks: tuple[str, ...] = ("generate",)
+    """What its workers compute: `generate`, or pooling tasks."""
+    dimensions: int | None = None
+    """Length of an embedding; None for a model that does not embed."""
+    matryoshka: bool = False
+    """Whether a caller may ask for embeddings with fewer dimensions."""
+    max_input_tokens: int | None = None
+    """Tokens of one input of a pooling task; None for a model that generates."""
+    prompts: tuple[str, ...] = ()
+    """Names of the prompts that a caller may put before each text of an embedding."""
+    batch_invariant: bool = False
+    """Whether the row of an input has the same bytes whatever else a step computes."""
 
 
 def register_model(client: "redis.Redis", name: str, **properties: Any) -> None:
@@ -79,7 +91,7 @@ def read_models(raw: Mapping[Any, Any]) -> dict[str, RegisteredModel]:
 
 
 def _read_model(name: str, data: Mapping[str, Any]) -> RegisteredModel:
-    loras = data.get("loras")
+    loras, tasks, prompts = (data.get(name) for name in ("loras", "tasks", "prompts"))
     return RegisteredModel(
         name,
         int(data["max_model_len"]),
@@ -93,6 +105,12 @@ def _read_model(name: str, data: Mapping[str, Any]) -> RegisteredModel:
         reasoning_parser=_text(data.get("reasoning_parser")),
         template=TemplateFeatures.from_wire(data.get("template")),
         tokenizer_calls=data.get("tokenizer_calls") is True,
+        tasks=tuple(map(str, tasks)) if isinstance(tasks, list) and tasks else ("generate",),
+        dimensions=_integer(data.get("dimensions")),
+        matryoshka=data.get("matryoshka") is True,
+        max_input_tokens=_integer(data.get("max_input_tokens")),
+        prompts=tuple(map(str, prompts)) if isinstance(prompts, list) else (),
+        batch_invariant=data.get("batch_invariant") is True,
     )
 
 
@@ -105,3 +123,7 @@ def _unix_seconds(value: Any) -> float:
 
 def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
+
+
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -45,6 +45,9 @@ def api_error_of_end(code: str, message: str, *, prompt_field: str | None = None
 
 def api_error_of(error: HeadraceBrokerError) -> ApiError:
     """Translate an error of the queue's client."""
+    if isinstance(error, InvalidRequestError) and any("was used with another" in each for each in error.problems):
+        message = "the Idempotency-Key was used with another request: choose a new key"
+        return ApiError(422, "invalid_request_error", GatewayCode.IDEMPOTENCY_KEY_REUSED, message)
     if isinstance(error, InvalidRequestError):
         return ApiError(400, "invalid_request_error", error.code, str(error))
     if isinstance(error, UnknownModelError):

@@ -26,6 +26,8 @@ _PREFIXES: Final[tuple[tuple[str, Endpoint], ...]] = (
     ("/v1/completions", "completions"),
     ("/v1/messages", "messages"),
     ("/v1/responses", "responses"),
+    ("/v1/embeddings", "embeddings"),
+    ("/embeddings", "embeddings"),
     ("/tokenize", "tokenizer"),
     ("/detokenize", "tokenizer"),
     ("/v1/models", "models"),

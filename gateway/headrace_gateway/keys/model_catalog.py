@@ -9,9 +9,18 @@ from headrace_broker import AsyncClient, RegisteredModel
 from headrace_gateway.errors import invalid
 from headrace_gateway.http.broker_errors import unknown_model
 from headrace_gateway.keys.api_key import ApiKey
+from headrace_wire.codes import ErrorCode
+from headrace_wire.pooling import wrong_task
 from headrace_wire.request import name_problems
 
 _LISTED: Final = "GET /v1/models lists the models"
+_PATHS: Final = {
+    "generate": "/v1/chat/completions",
+    "embed": "/v1/embeddings",
+    "score": "the task headrace.score",
+    "classify": "the task headrace.classify",
+}
+"""Where each task is served."""
 _FRESH_SECONDS: Final = 1.0
 
 Value = TypeVar("Value")
@@ -61,10 +70,16 @@ class ModelCatalog:
         usable = [model for name, model in (await self.all()).items() if key.may_use(name)]
         return usable[0] if len(usable) == 1 else None
 
-    async def find(self, name: str | None, key: ApiKey) -> tuple[RegisteredModel, str | None]:
+    async def find(
+        self, name: str | None, key: ApiKey, task: str | None = "generate"
+    ) -> tuple[RegisteredModel, str | None]:
         """Return the model for a request's `model`, and the adapter if `model` is the name of an adapter.
 
-        Raises ApiError 404 for a model that the key may not use, just as for one that does not exist.
+        Args:
+            task: `generate` or a pooling task, which the model must serve; None: any.
+
+        Raises ApiError 404 for a model that the key may not use, just as for one that does not exist, and 400 for a
+        model that does not serve the task.
         """
         if name is None:
             raise invalid(f"model is required: {_LISTED}", param="model")
@@ -73,6 +88,8 @@ class ModelCatalog:
         models = await self.all()
         if key.may_use(name):
             if name in models:
+                if task is not None and task not in (tasks := models[name].tasks):
+                    raise invalid(wrong_task(name, tasks, task, _PATHS), code=ErrorCode.UNSUPPORTED, param="model")
                 return models[name], None
             for model in models.values():
                 if name in model.loras:

@@ -45,6 +45,8 @@ def _shape(model: RegisteredModel, name: str, parent: str | None) -> dict[str, A
         "root": name,
         "parent": parent,
         "max_model_len": model.max_model_len,
+        "tasks": [*model.tasks],
+        **({} if model.dimensions is None else {"dimensions": model.dimensions}),
         "permission": [],
     }
 

@@ -110,7 +110,7 @@ async def _model(request: Request, body: Body) -> tuple[RegisteredModel, str | N
     """Return the model and the adapter. The body may omit `model` if the key may use only one."""
     gateway, key = gateway_of(request), key_of(request)
     if await body.read(_names_model):
-        return await gateway.models.find(await body.read(model_named), key)
+        return await gateway.models.find(await body.read(model_named), key, task=None)
     model = await gateway.models.only(key)
     if model is None:
         raise invalid("model is required: this key may use several models, or none", param="model")

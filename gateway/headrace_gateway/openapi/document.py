@@ -17,7 +17,14 @@ from headrace_gateway.answers.reader import CURSOR_PATTERN
 from headrace_gateway.batch import endpoints as batches_endpoint
 from headrace_gateway.files import endpoints as files_endpoint
 from headrace_gateway.http.json import JsonResponse
-from headrace_gateway.openapi import anthropic_schemas, batch_schemas, response_schemas, schemas, tokenizer_schemas
+from headrace_gateway.openapi import (
+    anthropic_schemas,
+    batch_schemas,
+    pooling_schemas,
+    response_schemas,
+    schemas,
+    tokenizer_schemas,
+)
 from headrace_gateway.openapi.schemas import Schema, integer
 from headrace_gateway.requests import field_tables
 from headrace_gateway.requests.headers import LONGEST_ABANDON_AFTER, LONGEST_EXPIRES, MAX_KEY_CHARS
@@ -65,6 +72,7 @@ def document() -> dict[str, Any]:
             **_completions(),
             **_responses(),
             **_messages(),
+            **_pooling(),
             **_tokenizer(),
             **_files_and_batches(),
             **_operations(),
@@ -92,6 +100,7 @@ _SCHEMAS: Final = {
     "TokenizedRequest": tokenizer_schemas.TOKENIZE_REQUEST,
     "DetokenizedRequest": tokenizer_schemas.DETOKENIZE_REQUEST,
     **batch_schemas.SCHEMAS,
+    **pooling_schemas.SCHEMAS,
     "ChatCompletion": schemas.CHAT_COMPLETION,
     "Completion": schemas.COMPLETION,
     "ResponseRequest": response_schemas.REQUEST,
@@ -171,6 +180,16 @@ def _messages() -> dict[str, Any]:
     }
 
 
+def _pooling() -> dict[str, Any]:
+    return {path: {"post": _pool(path, *names)} for path, names in pooling_schemas.ENDPOINTS.items()}
+
+
+def _pool(path: str, request: str, answer: str) -> dict[str, Any]:
+    name = "create" + "_".join(path.split("/"))
+    operation = _operation(name, f"Compute: {answer}", _WHEN_CREATED, {"200": _json(answer)})
+    return operation | {"parameters": _QUEUE_HEADERS} | _request_body(_ref(request))
+
+
 def _tokenizer() -> dict[str, Any]:
     return {
         "/v1/responses/input_tokens": {"post": _ask("count_response_tokens", "ResponseInputTokens", "ResponseRequest")},
@@ -217,6 +236,14 @@ def _parameter(place: str, name: str, schema: Schema) -> dict[str, Any]:
 
 
 _ID: Final = _parameter("path", "id", schemas.STRING)
+_QUEUE_HEADERS: Final = [
+    _parameter("header", "X-Headrace-Priority", integer(0, 9)),
+    _parameter("header", "X-Headrace-Expires", {"type": "number", "minimum": 1, "maximum": LONGEST_EXPIRES}),
+    _parameter(
+        "header", "X-Headrace-Abandon-After", {"type": "number", "minimum": 0, "maximum": LONGEST_ABANDON_AFTER}
+    ),
+    _parameter("header", "Idempotency-Key", {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARS}),
+]
 _RESUME: Final = _parameter("header", "X-Headrace-Resume", {"enum": ["0", "1", "id", "chunk"]})
 
 
@@ -226,20 +253,7 @@ def _request_body(schema: Schema, kind: str = "application/json") -> dict[str, A
 
 def _create(name: str, answer: str) -> dict[str, Any]:
     operation = _operation(name, f"Create a {answer}", _WHEN_CREATED, {"200": _answer_or_stream(answer)})
-    headers = {
-        "parameters": [
-            _parameter("header", "X-Headrace-Priority", integer(0, 9)),
-            _parameter("header", "X-Headrace-Expires", {"type": "number", "minimum": 1, "maximum": LONGEST_EXPIRES}),
-            _parameter(
-                "header",
-                "X-Headrace-Abandon-After",
-                {"type": "number", "minimum": 0, "maximum": LONGEST_ABANDON_AFTER},
-            ),
-            _RESUME,
-            _parameter("header", "Idempotency-Key", {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARS}),
-        ]
-    }
-    return operation | headers | _request_body(_ref(f"{answer}Request"))
+    return operation | {"parameters": [*_QUEUE_HEADERS, _RESUME]} | _request_body(_ref(f"{answer}Request"))
 
 
 def _ask(name: str, answer: str, request: str | None = None) -> dict[str, Any]:

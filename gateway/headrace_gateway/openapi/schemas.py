@@ -276,8 +276,11 @@ MODEL: Final = record(
         "root": STRING,
         "parent": or_null(STRING),
         "max_model_len": INTEGER,
+        "tasks": array(STRING),
+        "dimensions": INTEGER,
         "permission": {"type": "array"},
-    }
+    },
+    "dimensions",
 )
 MODELS: Final = record({"object": {"const": "list"}, "data": array({"$ref": "#/components/schemas/Model"})})
 PROBE: Final = record({"status": {"enum": ["ok", "unavailable"]}, "reason": STRING}, "reason")

@@ -180,6 +180,7 @@ class EngineWatch:
                     weights=self.model_info.weights,
                     loras=self._model.adapters.names,
                     tokenizer_calls=True,
+                    **_pooling_properties(self.model_info),
                     **self._formats,
                 )
         except REDIS_ERRORS as error:
@@ -196,3 +197,18 @@ class EngineWatch:
             **{name: getattr(self._last_step, name) if name in reported else None for name in levels},
             "isolating": self.in_flight.isolation.alone is not None,
         }
+
+
+def _pooling_properties(model: ModelInfo) -> dict[str, Any]:
+    """Return the fields of `RegisteredModel` that describe a pooling model; none for a model that generates."""
+    pooling = model.pooling
+    if pooling is None:
+        return {}
+    return {
+        "tasks": pooling.tasks,
+        "dimensions": pooling.dimensions if "embed" in pooling.tasks else None,
+        "matryoshka": bool(pooling.matryoshka_dimensions) or pooling.takes_any_dimensions,
+        "max_input_tokens": pooling.max_input_tokens,
+        "prompts": tuple(pooling.prompts),
+        "batch_invariant": pooling.batch_invariant,
+    }

@@ -1,0 +1,114 @@
+"""The endpoints of embeddings, rerank, score and classify."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from headrace_broker.client.pooling_calls import PoolingCall
+from headrace_broker.server.connections import REDIS_ERRORS
+from headrace_gateway.admission import admitted_body, report_ignored
+from headrace_gateway.answers.event_stream import unless_disconnected
+from headrace_gateway.context import Gateway, gateway_of, key_of
+from headrace_gateway.generation import require_redis
+from headrace_gateway.http.json import JsonResponse
+from headrace_gateway.keys.api_key import ApiKey
+from headrace_gateway.pooling.answering import call_of, cancel_all, pooled_of
+from headrace_gateway.pooling.call import PoolingApi, PoolingBody
+from headrace_gateway.pooling.embeddings import EMBEDDINGS
+from headrace_gateway.requests.body import model_named
+from headrace_gateway.requests.call_fields import bounded_priority
+from headrace_gateway.requests.headers import CallHeaders, read_headers
+from headrace_gateway.requests.problems import header_of
+from headrace_gateway.requests.request_size import encoded_bytes
+
+
+async def create(request: Request, api: PoolingApi) -> Response:
+    """Submit the messages of a request and return its answer. If the client disconnects, they are cancelled."""
+    gateway, key = gateway_of(request), key_of(request)
+    require_redis(request)
+    headers = read_headers(request.headers, gateway.settings)
+    async with AsyncExitStack() as counted:
+        async with admitted_body(request) as raw:
+            model, _ = await gateway.models.find(await raw.read(model_named), key, api.task)
+            body = await raw.read(partial(api.read, model=model))
+            report_ignored(request, body.ignored)
+            call = call_of(body, _queue_options(body, model.name, key, headers, api))
+            await counted.enter_async_context(_counted(gateway, key, call, headers))
+            request_ids = await gateway.client.submit_pooling(call)
+        work = partial(_answered, gateway, key, api, body, call, request_ids, headers)
+        return await unless_disconnected(request.receive, work)
+
+
+def _queue_options(
+    body: PoolingBody, model: str, key: ApiKey, headers: CallHeaders, api: PoolingApi
+) -> Mapping[str, Any]:
+    asked = body.priority if headers.priority is None else headers.priority
+    options: dict[str, Any] = {
+        "model": model,
+        "tenant": key.tenant,
+        "priority": bounded_priority(asked, key),
+        "expires": headers.expires,
+        "abandon_after": headers.abandon_after,
+    }
+    if headers.idempotency_key is not None:
+        options["idempotency_key"] = f"{api.prefix.rstrip('-')}:{key.name}:{headers.idempotency_key}"
+    return options
+
+
+@asynccontextmanager
+async def _counted(gateway: Gateway, key: ApiKey, call: PoolingCall, headers: CallHeaders) -> AsyncIterator[None]:
+    """Count the bytes of the messages while the block runs. Raises ApiError 429 if their tenant has no room."""
+    size = sum(encoded_bytes(each.request.to_kwargs()) for each in call.submissions)
+    item, life = call.submissions[0].request_id, int(headers.expires)
+    counted = await gateway.stored.admit(key.name, key.tenant, item, size, life)
+    try:
+        yield
+    finally:
+        if counted:
+            with suppress(*REDIS_ERRORS):  # without Redis, the count expires later by itself
+                await asyncio.shield(gateway.stored.change(key.name, key.tenant, item, 0, 0))
+
+
+async def _answered(
+    gateway: Gateway,
+    key: ApiKey,
+    api: PoolingApi,
+    body: PoolingBody,
+    call: PoolingCall,
+    request_ids: list[str],
+    headers: CallHeaders,
+) -> Response:
+    """Wait for the rows, charge their tokens to the key, and write the answer."""
+    tokens = 0
+
+    def count(more: int) -> None:
+        nonlocal tokens
+        tokens += more
+
+    pooled = None
+    try:
+        async with gateway.limits.charging(key, request_ids[0], lambda: tokens):
+            pooled = await pooled_of(gateway.hub, body, call, request_ids, seconds=headers.expires, on_tokens=count)
+    finally:
+        if pooled is None and headers.idempotency_key is None:  # nobody else can read the answer
+            await asyncio.shield(cancel_all(gateway.client, request_ids))
+    told = {"x-headrace-id": request_ids[0]}
+    if pooled.truncated:
+        told["x-headrace-truncated"] = header_of([*map(str, pooled.truncated)])
+    return JsonResponse(body.answer(pooled, f"{api.prefix}{request_ids[0]}"), headers=told)
+
+
+async def create_embeddings(request: Request) -> Response:
+    """`POST /v1/embeddings`."""
+    return await create(request, EMBEDDINGS)
+
+
+routes: Final = [
+    *(Route(path, create_embeddings, methods=["POST"]) for path in ("/v1/embeddings", "/embeddings")),
+]

@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headrace_gateway.errors import ApiError, invalid
+from headrace_gateway.http.tei_errors import has_tei_errors, tei_error
 from headrace_wire.codes import GatewayCode
 
 _ENCODE: Final = msgspec.json.Encoder().encode
@@ -55,6 +56,8 @@ class ErrorResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, status = self._error.body(), self._error.status
+        if has_tei_errors(scope):
+            body, status = tei_error(self._error)
         if is_anthropic(scope["path"]):
             body, status = anthropic_error(self._error, scope["state"].get("request_id"))
         await JsonResponse(body, status=status, headers=self._error.headers)(scope, receive, send)

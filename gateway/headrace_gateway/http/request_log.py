@@ -27,7 +27,12 @@ _PREFIXES: Final[tuple[tuple[str, Endpoint], ...]] = (
     ("/v1/messages", "messages"),
     ("/v1/responses", "responses"),
     ("/v1/embeddings", "embeddings"),
-    ("/embeddings", "embeddings"),
+    ("/embed", "embeddings"),  # also /embeddings
+    ("/v2/embed", "embeddings"),
+    *((f"{prefix}/rerank", "rerank") for prefix in ("", "/v1", "/v2")),
+    *((f"{prefix}/score", "score") for prefix in ("", "/v1")),
+    *((f"{prefix}/classify", "classify") for prefix in ("", "/v1")),
+    ("/predict", "classify"),
     ("/tokenize", "tokenizer"),
     ("/detokenize", "tokenizer"),
     ("/v1/models", "models"),

@@ -17,8 +17,8 @@ _LISTED: Final = "GET /v1/models lists the models"
 _PATHS: Final = {
     "generate": "/v1/chat/completions",
     "embed": "/v1/embeddings",
-    "score": "the task headrace.score",
-    "classify": "the task headrace.classify",
+    "score": "/v1/rerank",
+    "classify": "/v1/classify",
 }
 """Where each task is served."""
 _FRESH_SECONDS: Final = 1.0
@@ -69,6 +69,10 @@ class ModelCatalog:
         """Return the model for a request that names none; None if the key may use several models, or none."""
         usable = [model for name, model in (await self.all()).items() if key.may_use(name)]
         return usable[0] if len(usable) == 1 else None
+
+    async def serving(self, task: str, key: ApiKey) -> list[str]:
+        """Return the names of the models that serve a task and that the key may use."""
+        return sorted(name for name, model in (await self.all()).items() if task in model.tasks and key.may_use(name))
 
     async def find(
         self, name: str | None, key: ApiKey, task: str | None = "generate"

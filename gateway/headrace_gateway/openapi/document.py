@@ -39,6 +39,7 @@ _ERRORS: Final = {
     413: "The body is too large",
     415: "The body is not application/json, or compressed",
     422: "The Idempotency-Key was used with another request",
+    424: "The model failed, or does not serve the task",
     429: "A limit of the key, the tenant or the queue is reached",
     499: "The request was cancelled",
     500: "The engine failed",
@@ -50,7 +51,7 @@ _ERRORS: Final = {
 _OF_MESSAGES: Final = _ERRORS | {529: "The queue is full or unavailable"}
 _WHEN_ASKED: Final = (400, 401, 403, 404, 413, 415, 429, 501, 503)
 _WHEN_STORED: Final = (400, 401, 403, 404, 408, 413, 415, 429, 501, 503, 507)
-_WHEN_CREATED: Final = tuple(status for status in _ERRORS if status not in (408, 501, 507))
+_WHEN_CREATED: Final = tuple(status for status in _ERRORS if status not in (408, 424, 501, 507))
 _WHEN_READ: Final = tuple(status for status in _WHEN_CREATED if status not in (413, 415, 422))
 _WHEN_LISTED: Final = (401, 403, 503)
 _RETRY: Final = {"headers": {"Retry-After": {"schema": {"type": "string", "pattern": "^[0-9]+$"}}}}
@@ -184,9 +185,10 @@ def _pooling() -> dict[str, Any]:
     return {path: {"post": _pool(path, *names)} for path, names in pooling_schemas.ENDPOINTS.items()}
 
 
-def _pool(path: str, request: str, answer: str) -> dict[str, Any]:
+def _pool(path: str, request: str, answer: str, error: str) -> dict[str, Any]:
     name = "create" + "_".join(path.split("/"))
-    operation = _operation(name, f"Compute: {answer}", _WHEN_CREATED, {"200": _json(answer)})
+    statuses = _WHEN_CREATED if error == "Error" else (*_WHEN_CREATED, 424)
+    operation = _operation(name, f"Compute: {answer}", statuses, {"200": _json(answer)}, error)
     return operation | {"parameters": _QUEUE_HEADERS} | _request_body(_ref(request))
 
 
@@ -222,10 +224,10 @@ def _json(schema: str) -> dict[str, Any]:
 
 
 def _operation(
-    name: str, summary: str, errors: tuple[int, ...], responses: Mapping[str, dict[str, Any]]
+    name: str, summary: str, errors: tuple[int, ...], responses: Mapping[str, dict[str, Any]], error: str = "Error"
 ) -> dict[str, Any]:
     told = {
-        str(status): _content(_ERRORS[status], _ref("Error")) | (_RETRY if status in (429, 503) else {})
+        str(status): _content(_ERRORS[status], _ref(error)) | (_RETRY if status in (429, 503) else {})
         for status in sorted(errors)
     }
     return {"operationId": name, "summary": summary, "responses": {**responses, **told}}

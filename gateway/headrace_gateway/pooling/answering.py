@@ -15,7 +15,7 @@ from headrace_broker.streams.hub import StreamHub
 from headrace_gateway.answers.reader import LATE_SECONDS
 from headrace_gateway.errors import ApiError
 from headrace_gateway.http.broker_errors import api_error_of, api_error_of_end
-from headrace_gateway.pooling.call import PoolingBody
+from headrace_gateway.pooling.pooling_body import PoolingBody
 from headrace_wire.codes import ErrorCode
 
 _FIELD: Final = re.compile(r"\b(input|documents|queries|query|max_tokens)\b(?:\[(\d+)\])?")

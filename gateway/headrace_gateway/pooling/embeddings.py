@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from headrace_broker import RegisteredModel
 from headrace_broker.pooling_results import Pooled
-from headrace_gateway.pooling.call import (
+from headrace_gateway.pooling.pooling_body import (
     BOOLEAN,
     LOWEST_PRIORITY,
     TOKENS,

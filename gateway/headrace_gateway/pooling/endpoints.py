@@ -15,12 +15,18 @@ from headrace_broker.server.connections import REDIS_ERRORS
 from headrace_gateway.admission import admitted_body, report_ignored
 from headrace_gateway.answers.event_stream import unless_disconnected
 from headrace_gateway.context import Gateway, gateway_of, key_of
+from headrace_gateway.errors import invalid
 from headrace_gateway.generation import require_redis
 from headrace_gateway.http.json import JsonResponse
 from headrace_gateway.keys.api_key import ApiKey
 from headrace_gateway.pooling.answering import call_of, cancel_all, pooled_of
-from headrace_gateway.pooling.call import PoolingApi, PoolingBody
+from headrace_gateway.pooling.classes import CLASSIFY
+from headrace_gateway.pooling.cohere import COHERE_EMBED
 from headrace_gateway.pooling.embeddings import EMBEDDINGS
+from headrace_gateway.pooling.pooling_body import PoolingApi, PoolingBody
+from headrace_gateway.pooling.rerank import RERANK
+from headrace_gateway.pooling.scores import SCORE
+from headrace_gateway.pooling.tei import TEI_EMBED, TEI_PREDICT, is_tei
 from headrace_gateway.requests.body import model_named
 from headrace_gateway.requests.call_fields import bounded_priority
 from headrace_gateway.requests.headers import CallHeaders, read_headers
@@ -35,7 +41,11 @@ async def create(request: Request, api: PoolingApi) -> Response:
     headers = read_headers(request.headers, gateway.settings)
     async with AsyncExitStack() as counted:
         async with admitted_body(request) as raw:
-            model, _ = await gateway.models.find(await raw.read(model_named), key, api.task)
+            name = await raw.read(model_named)
+            if api.is_tei or (api is RERANK and await raw.read(is_tei)):
+                request.scope["state"]["is_tei"] = True
+                name = name or request.query_params.get("model") or await _only_model(gateway, key, api)
+            model, _ = await gateway.models.find(name, key, api.task)
             body = await raw.read(partial(api.read, model=model))
             report_ignored(request, body.ignored)
             call = call_of(body, _queue_options(body, model.name, key, headers, api))
@@ -43,6 +53,15 @@ async def create(request: Request, api: PoolingApi) -> Response:
             request_ids = await gateway.client.submit_pooling(call)
         work = partial(_answered, gateway, key, api, body, call, request_ids, headers)
         return await unless_disconnected(request.receive, work)
+
+
+async def _only_model(gateway: Gateway, key: ApiKey, api: PoolingApi) -> str:
+    """Return the only model that serves the task, for APIs whose bodies name none. Raises ApiError 400."""
+    names = await gateway.models.serving(api.task, key)
+    if len(names) != 1:
+        served = f"one of {', '.join(names)}" if names else "no model serves this path"
+        raise invalid(f"model must be given: add ?model=NAME to the path ({served})", param="model")
+    return names[0]
 
 
 def _queue_options(
@@ -104,11 +123,19 @@ async def _answered(
     return JsonResponse(body.answer(pooled, f"{api.prefix}{request_ids[0]}"), headers=told)
 
 
-async def create_embeddings(request: Request) -> Response:
-    """`POST /v1/embeddings`."""
-    return await create(request, EMBEDDINGS)
+def _routes(api: PoolingApi, *paths: str) -> list[Route]:
+    async def endpoint(request: Request) -> Response:
+        return await create(request, api)
+
+    return [Route(path, endpoint, methods=["POST"]) for path in paths]
 
 
 routes: Final = [
-    *(Route(path, create_embeddings, methods=["POST"]) for path in ("/v1/embeddings", "/embeddings")),
+    *_routes(EMBEDDINGS, "/v1/embeddings", "/embeddings"),
+    *_routes(COHERE_EMBED, "/v2/embed"),
+    *_routes(RERANK, "/v2/rerank", "/v1/rerank", "/rerank"),
+    *_routes(SCORE, "/v1/score", "/score"),
+    *_routes(CLASSIFY, "/v1/classify", "/classify"),
+    *_routes(TEI_EMBED, "/embed"),
+    *_routes(TEI_PREDICT, "/predict"),
 ]

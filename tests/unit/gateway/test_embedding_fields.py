@@ -1,4 +1,4 @@
-"""The body of `POST /v1/embeddings` becomes the queue's arguments, and all its problems are told together."""
+"""The body of `POST /v1/embeddings` becomes the queue's arguments, and all its problems are reported together."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import pytest
 
 from headrace_broker import RegisteredModel
 from headrace_gateway.errors import ApiError
-from headrace_gateway.pooling.call import PoolingBody
 from headrace_gateway.pooling.embeddings import read_embeddings
+from headrace_gateway.pooling.pooling_body import PoolingBody
 
 MODEL = RegisteredModel("m", 64, 1.0, "w", tasks=("embed",), dimensions=4, max_input_tokens=64)
 
@@ -55,13 +55,13 @@ def test_special_tokens_are_not_asked_for_beside_token_ids() -> None:
     assert read(input=[1, 2], add_special_tokens=True).given == {"input": [[1, 2]]}
 
 
-def test_all_problems_are_told_at_once_with_their_indices() -> None:
+def test_all_problems_are_reported_at_once_with_their_indices() -> None:
     error = refusal(
         input=["a", "", "b", 3], encoding_format="hex", dimensions=0, images=["x"], truncate_prompt_tokens=0
     )
     for part in (
         "input[1] must not be empty",
-        "input[3] must be a text or a list of token ids, got 3",
+        "input[3] must be text or a list of token ids, got 3",
         "encoding_format must be one of float, base64, got 'hex'",
         "dimensions must be at least 1",
         "images is not supported: only text is supported",

@@ -1,5 +1,6 @@
 """A checked call of a pooling API, and what the readers of all these APIs share."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -74,6 +75,8 @@ class PoolingApi:
     task: PoolingTask
     read: Callable[..., PoolingBody]
     """Makes the PoolingBody from the body and the `model`. Raises ApiError that lists every problem."""
+    is_tei: bool = False
+    """Whether it is an API of TEI, whose bodies name no model."""
 
 
 class BodyFields:
@@ -154,7 +157,46 @@ def read_truncation(fields: BodyFields) -> dict[str, Any]:
     return found if tokens == -1 else {**found, "max_tokens": tokens}
 
 
+def within_limit(tokens: int | None, model: RegisteredModel) -> dict[str, Any]:
+    """Return the option `max_tokens` for a bound that has no effect above the model's limit."""
+    if tokens is None or (model.max_input_tokens is not None and tokens >= model.max_input_tokens):
+        return {}
+    return {"max_tokens": tokens}
+
+
+def activation_rules() -> dict[str, Rule]:
+    """Return the rules of vLLM's names for the activation; the last two are of older releases."""
+    return dict.fromkeys(_ACTIVATION, BOOLEAN)
+
+
+def read_activation(fields: BodyFields) -> dict[str, Any]:
+    """Return the queue's option `activation`."""
+    found = fields.queue_options({name: name for name in _ACTIVATION})
+    if len(set(found.values())) > 1:
+        fields.problems.add(next(iter(found)), f"{' and '.join(found)} must have the same value")
+    return {"activation": next(iter(found.values()))} if found else {}
+
+
+_ACTIVATION: Final = ("use_activation", "activation", "softmax")
+
+
 def usage_of(pooled: Pooled) -> dict[str, Any]:
     """Return the usage as OpenAI counts it."""
     tokens = pooled.usage.prompt_tokens
     return {"prompt_tokens": tokens, "total_tokens": tokens}
+
+
+def vllm_usage(pooled: Pooled) -> dict[str, Any]:
+    """Return the usage as vLLM writes it."""
+    return {**usage_of(pooled), "completion_tokens": 0, "prompt_tokens_details": None}
+
+
+def cohere_meta(pooled: Pooled, billed: Mapping[str, int]) -> dict[str, Any]:
+    """Return the `meta` of Cohere's answers."""
+    tokens = {"input_tokens": pooled.usage.prompt_tokens}
+    return {"api_version": {"version": "2"}, "billed_units": dict(billed), "tokens": tokens}
+
+
+def now() -> int:
+    """Return the time for `created`, in unix seconds."""
+    return int(time.time())

@@ -1,0 +1,163 @@
+"""Rerank, score, classify, Cohere's and TEI's APIs through a gateway, Redis and workers of two tiny models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from engine.pooling.tiny_pooling_models import NORMALIZE, add_modules, build, pooling
+from headrace_gateway.openapi import document, pooling_schemas
+from service.gateway.gateway_process import GatewayProcess
+from service.servers import make_server
+from service.workers.service import DEADLINE, Service
+
+CROSS, BI = "cross", "bi"
+
+
+@pytest.fixture(scope="module")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
+    folder = tmp_path_factory.mktemp("pooling")
+    build(folder / "bi", "bert")
+    add_modules(folder / "bi", [pooling(), NORMALIZE])
+    build(folder / "cross", "bert", suffix="ForSequenceClassification", config={"num_labels": 1})
+    with make_server() as server:
+        service = Service(server, str(folder / "bi"), folder)
+        replica = GatewayProcess(redis_url=server.url, log=folder / "gateway.log", files=folder / "files")
+        try:
+            workers = [
+                service.start_worker(model=str(folder / name), served_model_name=name, dtype="float32")
+                for name in (BI, CROSS)
+            ]
+            for worker in workers:
+                worker.wait_ready()
+            with httpx2.Client(base_url=replica.wait_ready().url, timeout=DEADLINE) as client:
+                yield client
+        finally:
+            replica.close()
+            service.close()
+
+
+SAMPLES: dict[str, Any] = {
+    "activation": False,
+    "add_special_tokens": False,
+    "data_1": "mill",
+    "data_2": ["river", "wheel"],
+    "dimensions": 32,
+    "documents": ["river", "wheel"],
+    "embedding_types": ["float", "ubinary", "base64"],
+    "encoding_format": "base64",
+    "input": ["mill", "river"],
+    "input_type": "search_query",
+    "inputs": ["mill", "river"],
+    "items": ["river", "wheel"],
+    "max_tokens": 9,
+    "max_tokens_per_doc": 4096,
+    "normalize": False,
+    "output_dimension": 32,
+    "priority": 3,
+    "prompt": "query: ",
+    "queries": "mill",
+    "query": "mill",
+    "raw_scores": True,
+    "return_documents": True,
+    "return_text": True,
+    "softmax": False,
+    "text_1": "mill",
+    "text_2": ["river", "wheel"],
+    "texts": ["river", "wheel"],
+    "top_n": 1,
+    "truncate": True,
+    "truncate_prompt_tokens": 9,
+    "truncation": True,
+    "truncation_direction": "Left",
+    "truncation_side": "left",
+    "use_activation": False,
+    "user": "someone",
+}
+OWN = {"/v2/embed": {"truncate": "START", "inputs": [{"content": [{"type": "text", "text": "mill"}]}]}}
+BESIDE = {
+    "truncation_side": ("truncate_prompt_tokens",),
+    "text_1": ("text_2",),
+    "text_2": ("text_1",),
+    "data_1": ("data_2",),
+    "data_2": ("data_1",),
+    "items": ("queries",),
+    "queries": ("documents",),
+    "documents": ("queries",),
+}
+INPUTS = {"/v2/embed": ("texts",), "/score": ("text_1", "text_2"), "/v1/score": ("text_1", "text_2")}
+SIDES = {"text_1", "text_2", "data_1", "data_2", "items", "queries", "documents", "texts", "inputs"}
+NOT_OF_THESE_MODELS = {"prompt_name"}
+"""The tiny folders have no prompts."""
+CASES = [
+    (path, number, name)
+    for path, (request, _, _) in pooling_schemas.ENDPOINTS.items()
+    for number, schema in enumerate(pooling_schemas.SCHEMAS[request].get("anyOf", [pooling_schemas.SCHEMAS[request]]))
+    for name in sorted(schema["properties"].keys() - NOT_OF_THESE_MODELS)
+]
+
+
+@pytest.mark.parametrize(("path", "number", "name"), CASES)
+def test_every_documented_field_is_served_alone(http: httpx2.Client, path: str, number: int, name: str) -> None:
+    request = pooling_schemas.SCHEMAS[pooling_schemas.ENDPOINTS[path][0]]
+    schema = request.get("anyOf", [request])[number]
+    model = BI if "embed" in path else CROSS
+    samples = {**SAMPLES, **OWN.get(path, {}), "model": model}
+    names = [*schema["required"], *BESIDE.get(name, ()), name]
+    if path in INPUTS and name not in SIDES:
+        names += INPUTS[path]
+    if path.endswith("/rerank"):
+        names = [each for each in names if each != "queries"]
+    body = {each: samples[each] for each in names}
+    answer = http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_ranking_is_the_same_on_all_paths(http: httpx2.Client) -> None:
+    body = {"model": CROSS, "query": "mill", "documents": ["river", "wheel", "mill"]}
+    found = [http.post(path, json=body).json()["results"] for path in ("/rerank", "/v1/rerank", "/v2/rerank")]
+    assert found[0] == found[1] == found[2]
+    scores = [each["relevance_score"] for each in found[0]]
+    assert scores == sorted(scores, reverse=True)
+    assert all(0 <= score <= 1 for score in scores)
+    pairs = http.post("/score", json={"model": CROSS, "text_1": "mill", "text_2": body["documents"]}).json()["data"]
+    for each in found[0]:
+        assert pairs[each["index"]]["score"] == pytest.approx(each["relevance_score"], abs=1e-6)
+    of_tei = http.post("/rerank", json={"query": "mill", "texts": body["documents"]}).json()
+    assert [each["index"] for each in of_tei] == [each["index"] for each in found[0]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "told"),
+    [
+        (
+            "/v1/rerank",
+            {"model": BI, "query": "a", "documents": ["b"]},
+            400,
+            "model 'bi' computes embeddings; it does not",
+        ),
+        ("/v1/embeddings", {"model": CROSS, "input": "a"}, 400, "does not compute embeddings: use /v1/rerank"),
+        ("/v1/completions", {"model": CROSS, "prompt": "a"}, 400, "it does not generate"),
+        ("/v1/rerank", {"model": "none", "query": "a", "documents": ["b"]}, 404, "does not exist"),
+        ("/v2/embed", {"model": BI, "texts": ["a"], "output_dimension": 8}, 400, "not trained for fewer dimensions"),
+    ],
+)
+def test_errors_name_what_to_do(http: httpx2.Client, path: str, body: Any, status: int, told: str) -> None:
+    answer = http.post(path, json=body)
+    assert answer.status_code == status
+    assert told in answer.json()["error"]["message"]
+
+
+def test_tei_errors_are_in_its_format(http: httpx2.Client) -> None:
+    long = http.post("/embed", json={"inputs": ["mill", "mill " * 600]})
+    assert (long.status_code, long.json()["error_type"]) == (413, "validation")
+    assert "inputs[1] has" in long.json()["error"]
+    wrong = http.post("/rerank", params={"model": BI}, json={"query": "a", "texts": ["b"]})
+    assert (wrong.status_code, wrong.json()["error_type"]) == (424, "backend")
+
+
+def test_the_paths_are_in_the_document() -> None:
+    assert pooling_schemas.ENDPOINTS.keys() <= document.document()["paths"].keys()

@@ -26,8 +26,8 @@ _PREFIXES: Final[tuple[tuple[str, Endpoint], ...]] = (
     ("/v1/completions", "completions"),
     ("/v1/messages", "messages"),
     ("/v1/responses", "responses"),
-    ("/v1/embeddings", "embeddings"),
     ("/embed", "embeddings"),  # also /embeddings
+    ("/v1/embed", "embeddings"),  # also /v1/embeddings
     ("/v2/embed", "embeddings"),
     *((f"{prefix}/rerank", "rerank") for prefix in ("", "/v1", "/v2")),
     *((f"{prefix}/score", "score") for prefix in ("", "/v1")),

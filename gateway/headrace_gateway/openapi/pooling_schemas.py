@@ -22,6 +22,7 @@ from headrace_wire.rules import Rule
 ENDPOINTS: Final[Mapping[str, tuple[str, str, str]]] = {
     **dict.fromkeys(("/v1/embeddings", "/embeddings"), ("EmbeddingRequest", "Embeddings", "Error")),
     "/v2/embed": ("EmbedRequest", "EmbeddingsByType", "Error"),
+    "/v1/embed": ("EmbedRequest", "EmbeddingsOfV1", "Error"),
     **dict.fromkeys(("/v2/rerank", "/v1/rerank"), ("RerankRequest", "Ranking", "RerankError")),
     "/rerank": ("RerankRequest", "Ranking", "RerankError"),
     **dict.fromkeys(("/v1/score", "/score"), ("ScoreRequest", "Scores", "Error")),
@@ -69,6 +70,14 @@ _RANKING: Final = record(
     }
 )
 _TEI_ERROR: Final = record({"error": STRING, "error_type": STRING})
+
+
+def _cohere_embeddings(kind: str, embeddings: Schema) -> Schema:
+    own = {"id": STRING, "embeddings": embeddings, "texts": array(STRING), "response_type": {"const": kind}}
+    return record({**own, "meta": _META})
+
+
+_COHERE_BY_TYPE: Final = _cohere_embeddings("embeddings_by_type", record(_BY_TYPE, *_BY_TYPE))
 SCHEMAS: Final[Mapping[str, Schema]] = {
     "EmbeddingRequest": _request(embeddings.RULES, "model", "input"),
     "EmbedRequest": _request(cohere.RULES, "model"),
@@ -80,15 +89,8 @@ SCHEMAS: Final[Mapping[str, Schema]] = {
     "TeiEmbedRequest": _request(tei.EMBED_RULES, "inputs"),
     "TeiPredictRequest": _request(tei.PREDICT_RULES, "inputs"),
     "Embeddings": record({"object": {"const": "list"}, "data": array(_EMBEDDING), "model": STRING, "usage": _USAGE}),
-    "EmbeddingsByType": record(
-        {
-            "id": STRING,
-            "embeddings": record(_BY_TYPE, *_BY_TYPE),
-            "texts": array(STRING),
-            "response_type": {"const": "embeddings_by_type"},
-            "meta": _META,
-        }
-    ),
+    "EmbeddingsByType": _COHERE_BY_TYPE,
+    "EmbeddingsOfV1": either(_COHERE_BY_TYPE, _cohere_embeddings("embeddings_floats", array(_VECTOR))),
     "Ranking": either(_RANKING, array(record({"index": INTEGER, "score": NUMBER, "text": STRING}, "text"))),
     "Scores": _list(record({"index": INTEGER, "object": {"const": "score"}, "score": NUMBER})),
     "Classes": _list(record({"index": INTEGER, "label": or_null(STRING), "probs": _VECTOR, "num_classes": INTEGER})),

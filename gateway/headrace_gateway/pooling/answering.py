@@ -15,7 +15,7 @@ from headrace_broker.streams.hub import StreamHub
 from headrace_gateway.answers.reader import LATE_SECONDS
 from headrace_gateway.errors import ApiError
 from headrace_gateway.http.broker_errors import api_error_of, api_error_of_end
-from headrace_gateway.pooling.pooling_body import PoolingBody
+from headrace_gateway.pooling.pooling_body import CUT_END, PoolingBody
 from headrace_wire.codes import ErrorCode
 
 _FIELD: Final = re.compile(r"\b(input|documents|queries|query|max_tokens)\b(?:\[(\d+)\])?")
@@ -81,7 +81,7 @@ def _failure(error: RequestFailedError, body: PoolingBody, first: int) -> ApiErr
         name = body.names.get(found[1], found[1])
         return name if found[2] is None else f"{name}[{int(found[2]) + first}]"
 
-    message = _FIELD.sub(named, error.message)
+    message = _FIELD.sub(named, error.message).replace(CUT_END, body.names.get(CUT_END, CUT_END))
     field = _FIELD.search(error.message) if error.code == ErrorCode.INVALID_REQUEST else None
     inputs = "documents" if body.task == "score" else "input"
     failure = api_error_of_end(error.code, message, prompt_field=body.names.get(inputs, inputs))

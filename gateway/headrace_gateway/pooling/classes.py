@@ -8,6 +8,7 @@ from headrace_broker.pooling_results import Pooled
 from headrace_gateway.pooling.embeddings import TextsOrIds, as_list
 from headrace_gateway.pooling.pooling_body import (
     LOWEST_PRIORITY,
+    VLLM_NAMES,
     BodyFields,
     PoolingApi,
     PoolingBody,
@@ -40,7 +41,7 @@ def read_classify(body: Mapping[str, Any], *, model: RegisteredModel) -> Pooling
         "classify",
         given,
         write_classify,
-        names={"max_tokens": "truncate_prompt_tokens"},
+        names=VLLM_NAMES,
         priority=fields.get("priority"),
     )
 

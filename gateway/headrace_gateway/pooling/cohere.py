@@ -1,13 +1,14 @@
-"""`POST /v2/embed`: Cohere's API."""
+"""`POST /v2/embed` and `/v1/embed`: Cohere's API."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from headrace_broker import RegisteredModel
 from headrace_broker.pooling_results import Pooled
 from headrace_gateway.pooling.embeddings import base64_rows
 from headrace_gateway.pooling.pooling_body import (
+    CUT_END,
     LOWEST_PRIORITY,
     TOKENS,
     BodyFields,
@@ -113,9 +114,19 @@ def read_embed(body: Mapping[str, Any], *, model: RegisteredModel) -> PoolingBod
         given,
         write_embed,
         options={"embedding_types": kinds},
-        names={"input": sides[0] if sides else "texts", "dimensions": "output_dimension"},
+        names={
+            "input": sides[0] if sides else "texts",
+            "dimensions": "output_dimension",
+            CUT_END: 'truncate: "END"',
+        },
         priority=None if priority is None else min(priority, LOWEST_PRIORITY),
     )
+
+
+def read_embed_v1(body: Mapping[str, Any], *, model: RegisteredModel) -> PoolingBody:
+    """Check a body of the first version, whose answer has plain rows unless `embedding_types` asks for types."""
+    read = read_embed(body, model=model)
+    return read if body.get("embedding_types") is not None else replace(read, write=write_rows)
 
 
 def write_embed(body: PoolingBody, pooled: Pooled, answer_id: str) -> dict[str, Any]:
@@ -127,6 +138,12 @@ def write_embed(body: PoolingBody, pooled: Pooled, answer_id: str) -> dict[str, 
         "response_type": "embeddings_by_type",
         "meta": cohere_meta(pooled, {"input_tokens": pooled.usage.prompt_tokens}),
     }
+
+
+def write_rows(body: PoolingBody, pooled: Pooled, answer_id: str) -> dict[str, Any]:
+    """Return the answer of the first version with one list of rows."""
+    answer = write_embed(body, pooled, answer_id)
+    return answer | {"embeddings": answer["embeddings"]["float"], "response_type": "embeddings_floats"}
 
 
 def _texts(inputs: Any) -> list[str]:
@@ -156,3 +173,4 @@ _ROWS: Final[Mapping[str, Callable[[Pooled], list[Any]]]] = {
 }
 """Type of embeddings -> their rows."""
 COHERE_EMBED: Final = PoolingApi("embed-", "embed", read_embed)
+COHERE_EMBED_V1: Final = PoolingApi("embed-", "embed", read_embed_v1)

@@ -11,6 +11,7 @@ from headrace_gateway.pooling.pooling_body import (
     BOOLEAN,
     LOWEST_PRIORITY,
     TOKENS,
+    VLLM_NAMES,
     BodyFields,
     PoolingApi,
     PoolingBody,
@@ -64,7 +65,6 @@ REFUSED: Final = {
     "input_type": "use prompt_name",
 }
 _OPTIONS: Final = {name: name for name in ("dimensions", "add_special_tokens", "normalize", "prompt", "prompt_name")}
-_NAMES: Final = {"max_tokens": "truncate_prompt_tokens"}
 
 
 def read_embeddings(body: Mapping[str, Any], *, model: RegisteredModel) -> PoolingBody:
@@ -82,7 +82,7 @@ def read_embeddings(body: Mapping[str, Any], *, model: RegisteredModel) -> Pooli
         given,
         write_embeddings,
         options={"encoding_format": fields.get("encoding_format", "float")},
-        names=_NAMES,
+        names=VLLM_NAMES,
         priority=fields.get("priority"),
     )
 

@@ -21,7 +21,7 @@ from headrace_gateway.http.json import JsonResponse
 from headrace_gateway.keys.api_key import ApiKey
 from headrace_gateway.pooling.answering import call_of, cancel_all, pooled_of
 from headrace_gateway.pooling.classes import CLASSIFY
-from headrace_gateway.pooling.cohere import COHERE_EMBED
+from headrace_gateway.pooling.cohere import COHERE_EMBED, COHERE_EMBED_V1
 from headrace_gateway.pooling.embeddings import EMBEDDINGS
 from headrace_gateway.pooling.pooling_body import PoolingApi, PoolingBody
 from headrace_gateway.pooling.rerank import RERANK
@@ -133,6 +133,7 @@ def _routes(api: PoolingApi, *paths: str) -> list[Route]:
 routes: Final = [
     *_routes(EMBEDDINGS, "/v1/embeddings", "/embeddings"),
     *_routes(COHERE_EMBED, "/v2/embed"),
+    *_routes(COHERE_EMBED_V1, "/v1/embed"),
     *_routes(RERANK, "/v2/rerank", "/v1/rerank", "/rerank"),
     *_routes(SCORE, "/v1/score", "/score"),
     *_routes(CLASSIFY, "/v1/classify", "/classify"),

@@ -13,6 +13,10 @@ from headrace_wire.rules import Boolean, Integer, OneOf, Rule
 from headrace_wire.sampling import MAX_TOKEN_ID
 
 LOWEST_PRIORITY: Final = 9
+CUT_END: Final = 'truncate: "end"'
+"""What a worker advises for an input that is too long. `PoolingBody.names` has how an API says it."""
+VLLM_NAMES: Final = {"max_tokens": "truncate_prompt_tokens", CUT_END: "truncate_prompt_tokens: -1"}
+"""The queue's names of fields -> vLLM's."""
 TOKENS: Final = Integer(1, MAX_TOKEN_ID)
 BOOLEAN: Final = Boolean()
 IGNORED: Final = {"user": "the tenant comes from the API key"}

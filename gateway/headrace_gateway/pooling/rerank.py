@@ -13,6 +13,7 @@ from headrace_gateway.pooling.pooling_body import (
     BOOLEAN,
     LOWEST_PRIORITY,
     TOKENS,
+    VLLM_NAMES,
     BodyFields,
     PoolingApi,
     PoolingBody,
@@ -107,7 +108,7 @@ def read_rerank(body: Mapping[str, Any], *, model: RegisteredModel) -> PoolingBo
         given,
         write_rerank,
         options={"top_n": fields.get("top_n"), "return_documents": fields.get("return_documents", False)},
-        names={"max_tokens": "truncate_prompt_tokens"},
+        names=VLLM_NAMES,
         priority=None if priority is None else min(priority, LOWEST_PRIORITY),
     )
 

@@ -7,6 +7,7 @@ from headrace_broker import RegisteredModel
 from headrace_broker.pooling_results import Pooled
 from headrace_gateway.pooling.pooling_body import (
     LOWEST_PRIORITY,
+    VLLM_NAMES,
     BodyFields,
     PoolingApi,
     PoolingBody,
@@ -53,7 +54,7 @@ def read_score(body: Mapping[str, Any], *, model: RegisteredModel) -> PoolingBod
         "score",
         given | read_truncation(fields) | read_activation(fields),
         write_score,
-        names={"queries": first, "documents": second, "max_tokens": "truncate_prompt_tokens"},
+        names={**VLLM_NAMES, "queries": first, "documents": second},
         priority=fields.get("priority"),
     )
 

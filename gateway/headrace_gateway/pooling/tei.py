@@ -7,7 +7,7 @@ from typing import Any, Final
 from headrace_broker import RegisteredModel
 from headrace_broker.pooling_results import Pooled, ranking_of
 from headrace_gateway.pooling.embeddings import TextsOrIds, as_list
-from headrace_gateway.pooling.pooling_body import BOOLEAN, TOKENS, BodyFields, PoolingApi, PoolingBody
+from headrace_gateway.pooling.pooling_body import BOOLEAN, CUT_END, TOKENS, BodyFields, PoolingApi, PoolingBody
 from headrace_wire.pooling import MAX_INPUTS, POOLING, Inputs
 from headrace_wire.rules import OneOf, Rule, Schema
 from headrace_wire.values import shown
@@ -46,6 +46,8 @@ class _Predicted(Rule):
         return {"anyOf": [text, few, {"type": "array", "items": few, "minItems": 1, "maxItems": MAX_INPUTS}]}
 
 
+_NAMES: Final = {"input": "inputs", "documents": "texts", CUT_END: "truncate: true"}
+"""The queue's names of fields -> TEI's."""
 PREDICT_RULES: Final[Mapping[str, Rule]] = {"inputs": _Predicted(), **_CUTS, "raw_scores": BOOLEAN}
 
 
@@ -73,7 +75,7 @@ def read_tei_embed(body: Mapping[str, Any], *, model: RegisteredModel) -> Poolin
     given = _read_cut(fields) | fields.queue_options(
         {name: name for name in ("prompt_name", "normalize", "dimensions")}
     )
-    return fields.body(model, "embed", given | _inputs(fields, as_list), write_tei_embed, names={"input": "inputs"})
+    return fields.body(model, "embed", given | _inputs(fields, as_list), write_tei_embed, names=_NAMES)
 
 
 def read_tei_rerank(body: Mapping[str, Any], *, model: RegisteredModel) -> PoolingBody:
@@ -85,7 +87,7 @@ def read_tei_rerank(body: Mapping[str, Any], *, model: RegisteredModel) -> Pooli
     given["activation"] = not fields.get("raw_scores", False)
     given["documents"] = [given["documents"]] if isinstance(given["documents"], str) else given["documents"]
     options = {"return_text": fields.get("return_text", False)}
-    return fields.body(model, "score", given, write_tei_rerank, options=options, names={"documents": "texts"})
+    return fields.body(model, "score", given, write_tei_rerank, options=options, names=_NAMES)
 
 
 def read_predict(body: Mapping[str, Any], *, model: RegisteredModel) -> PoolingBody:
@@ -95,7 +97,7 @@ def read_predict(body: Mapping[str, Any], *, model: RegisteredModel) -> PoolingB
     inputs = fields.given.get("inputs")
     is_batch = isinstance(inputs, list) and any(isinstance(each, list) for each in inputs)
     options = {"is_batch": is_batch}
-    return fields.body(model, "classify", given, write_predict, options=options, names={"input": "inputs"})
+    return fields.body(model, "classify", given, write_predict, options=options, names=_NAMES)
 
 
 def write_tei_embed(_body: PoolingBody, pooled: Pooled, _answer_id: str) -> list[list[float]]:

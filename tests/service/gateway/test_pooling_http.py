@@ -15,6 +15,7 @@ from service.servers import make_server
 from service.workers.service import DEADLINE, Service
 
 CROSS, BI = "cross", "bi"
+LONG = "mill " * 600
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,10 @@ SAMPLES: dict[str, Any] = {
     "use_activation": False,
     "user": "someone",
 }
-OWN = {"/v2/embed": {"truncate": "START", "inputs": [{"content": [{"type": "text", "text": "mill"}]}]}}
+OWN = {
+    path: {"truncate": "START", "inputs": [{"content": [{"type": "text", "text": "mill"}]}]}
+    for path in ("/v1/embed", "/v2/embed")
+}
 BESIDE = {
     "truncation_side": ("truncate_prompt_tokens",),
     "text_1": ("text_2",),
@@ -88,7 +92,12 @@ BESIDE = {
     "queries": ("documents",),
     "documents": ("queries",),
 }
-INPUTS = {"/v2/embed": ("texts",), "/score": ("text_1", "text_2"), "/v1/score": ("text_1", "text_2")}
+INPUTS = {
+    "/v1/embed": ("texts",),
+    "/v2/embed": ("texts",),
+    "/score": ("text_1", "text_2"),
+    "/v1/score": ("text_1", "text_2"),
+}
 SIDES = {"text_1", "text_2", "data_1", "data_2", "items", "queries", "documents", "texts", "inputs"}
 NOT_OF_THESE_MODELS = {"prompt_name"}
 """The tiny folders have no prompts."""
@@ -143,6 +152,8 @@ def test_a_ranking_is_the_same_on_all_paths(http: httpx2.Client) -> None:
         ("/v1/completions", {"model": CROSS, "prompt": "a"}, 400, "it does not generate"),
         ("/v1/rerank", {"model": "none", "query": "a", "documents": ["b"]}, 404, "does not exist"),
         ("/v2/embed", {"model": BI, "texts": ["a"], "output_dimension": 8}, 400, "not trained for fewer dimensions"),
+        ("/v1/embeddings", {"model": BI, "input": LONG}, 400, "send less text, or truncate_prompt_tokens: -1"),
+        ("/v2/embed", {"model": BI, "texts": [LONG], "truncate": "NONE"}, 400, 'or truncate: "END"'),
     ],
 )
 def test_errors_name_what_to_do(http: httpx2.Client, path: str, body: Any, status: int, told: str) -> None:
@@ -152,9 +163,10 @@ def test_errors_name_what_to_do(http: httpx2.Client, path: str, body: Any, statu
 
 
 def test_tei_errors_are_in_its_format(http: httpx2.Client) -> None:
-    long = http.post("/embed", json={"inputs": ["mill", "mill " * 600]})
+    long = http.post("/embed", json={"inputs": ["mill", LONG]})
     assert (long.status_code, long.json()["error_type"]) == (413, "validation")
     assert "inputs[1] has" in long.json()["error"]
+    assert long.json()["error"].endswith("or truncate: true")
     wrong = http.post("/rerank", params={"model": BI}, json={"query": "a", "texts": ["b"]})
     assert (wrong.status_code, wrong.json()["error_type"]) == (424, "backend")
 

@@ -12,7 +12,7 @@ from headrace_broker.results import Usage
 from headrace_gateway.errors import ApiError
 from headrace_gateway.http.tei_errors import tei_error
 from headrace_gateway.pooling.classes import read_classify
-from headrace_gateway.pooling.cohere import read_embed
+from headrace_gateway.pooling.cohere import read_embed, read_embed_v1, write_embed, write_rows
 from headrace_gateway.pooling.pooling_body import PoolingBody
 from headrace_gateway.pooling.rerank import read_rerank
 from headrace_gateway.pooling.scores import read_score
@@ -206,3 +206,10 @@ def test_tei_cuts_only_if_asked_to() -> None:
 def test_tei_errors_have_its_status_and_type(fields: dict[str, Any], status: int, kind: str) -> None:
     body, found = tei_error(refusal(read_tei_embed, fields))
     assert (found, body["error_type"]) == (status, kind)
+
+
+def test_the_first_version_of_cohere_has_plain_rows_unless_types_are_asked_for() -> None:
+    plain = read_embed_v1({"model": "m", "texts": ["a"]}, model=MODEL)
+    typed = read_embed_v1({"model": "m", "texts": ["a"], "embedding_types": ["float"]}, model=MODEL)
+    assert plain.write is write_rows
+    assert typed.write is write_embed

@@ -100,7 +100,7 @@ def test_status_distinguishes_pending_running_and_finished(redis_client: "redis.
     assert "running: 2 tokens, attempt 1" in run(status, "r1", redis_url=redis_url).output
     writer.publish([StreamWrite.end("r1", attempt, 2, finish_reason="length")])
     machine = json.loads(run(status, "r1", "--json", redis_url=redis_url).output)
-    assert machine == {"state": "finished", "attempt": 1, "tokens": 2, "finish_reason": "length"}
+    assert machine == {"state": "finished", "attempt": 1, "tokens": 2, "finish_reason": "length", "rows": 0}
 
 
 def test_cancel_ends_a_request_once(redis_client: "redis.Redis", redis_url: str) -> None:

@@ -118,11 +118,11 @@ async def test_every_response_has_an_id_and_returns_the_callers_separately(anybo
 
 
 async def test_unknown_paths_and_methods_get_openais_error(anybody: httpx2.AsyncClient) -> None:
-    for path in ("/v1/embeddings", "/v1/models/x/../..", "/v1/chat/completions/", "/favicon.ico"):
+    for path in ("/v1/audio/speech", "/v1/models/x/../..", "/v1/chat/completions/", "/favicon.ico"):
         response = await anybody.post(path, headers=JSON)
         assert response.status_code in (404, 405), path
         assert error_of(response)["type"] == "invalid_request_error"
-    assert "/v1/embeddings" in error_of(await anybody.post("/v1/embeddings", headers=JSON))["message"]
+    assert "/v1/audio/speech" in error_of(await anybody.post("/v1/audio/speech", headers=JSON))["message"]
     response = await anybody.delete("/v1/models")
     assert response.status_code == 405
     assert "GET" in response.headers["allow"]

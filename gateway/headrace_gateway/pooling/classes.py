@@ -13,11 +13,10 @@ from headrace_gateway.pooling.pooling_body import (
     PoolingApi,
     PoolingBody,
     activation_rules,
-    now,
     read_activation,
     read_truncation,
     truncation_rules,
-    vllm_usage,
+    vllm_answer,
 )
 from headrace_wire.rules import Integer, Rule
 
@@ -53,14 +52,7 @@ def write_classify(body: PoolingBody, pooled: Pooled, answer_id: str) -> dict[st
         best = max(range(len(probs)), key=probs.__getitem__)
         label = pooled.labels[best] if pooled.labels else None
         data.append({"index": index, "label": label, "probs": probs, "num_classes": len(probs)})
-    return {
-        "id": answer_id,
-        "object": "list",
-        "created": now(),
-        "model": body.model,
-        "data": data,
-        "usage": vllm_usage(pooled),
-    }
+    return vllm_answer(body, pooled, answer_id, data)
 
 
 CLASSIFY: Final = PoolingApi("classify-", "classify", read_classify)

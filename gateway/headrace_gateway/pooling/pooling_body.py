@@ -190,17 +190,19 @@ def usage_of(pooled: Pooled) -> dict[str, Any]:
     return {"prompt_tokens": tokens, "total_tokens": tokens}
 
 
-def vllm_usage(pooled: Pooled) -> dict[str, Any]:
-    """Return the usage as vLLM writes it."""
-    return {**usage_of(pooled), "completion_tokens": 0, "prompt_tokens_details": None}
+def vllm_answer(body: PoolingBody, pooled: Pooled, answer_id: str, data: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return vLLM's answer around its `data`."""
+    return {
+        "id": answer_id,
+        "object": "list",
+        "created": int(time.time()),
+        "model": body.model,
+        "data": data,
+        "usage": {**usage_of(pooled), "completion_tokens": 0, "prompt_tokens_details": None},
+    }
 
 
 def cohere_meta(pooled: Pooled, billed: Mapping[str, int]) -> dict[str, Any]:
     """Return the `meta` of Cohere's answers."""
     tokens = {"input_tokens": pooled.usage.prompt_tokens}
     return {"api_version": {"version": "2"}, "billed_units": dict(billed), "tokens": tokens}
-
-
-def now() -> int:
-    """Return the time for `created`, in unix seconds."""
-    return int(time.time())

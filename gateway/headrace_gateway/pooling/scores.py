@@ -12,11 +12,10 @@ from headrace_gateway.pooling.pooling_body import (
     PoolingApi,
     PoolingBody,
     activation_rules,
-    now,
     read_activation,
     read_truncation,
     truncation_rules,
-    vllm_usage,
+    vllm_answer,
 )
 from headrace_wire.pooling import POOLING
 from headrace_wire.rules import Integer, Rule
@@ -62,14 +61,7 @@ def read_score(body: Mapping[str, Any], *, model: RegisteredModel) -> PoolingBod
 def write_score(body: PoolingBody, pooled: Pooled, answer_id: str) -> dict[str, Any]:
     """Return the answer, in the order of the pairs."""
     data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(pooled.rows.tolist())]
-    return {
-        "id": answer_id,
-        "object": "list",
-        "created": now(),
-        "model": body.model,
-        "data": data,
-        "usage": vllm_usage(pooled),
-    }
+    return vllm_answer(body, pooled, answer_id, data)
 
 
 def _listed(side: Any) -> list[str]:

@@ -80,7 +80,7 @@ model: $(STAMP) ## the default model, 93 MB and twice that when converted, in th
 	@$(BIN)/headrace model >/dev/null 2>&1 || echo "The default model could not be fetched: its tests are skipped"
 
 test-triton: triton ## the Triton kernels on 300 random problems; on the GPU where there is one
-	@HEADRACE_TRITON_EXAMPLES=300 $(BIN)/python -m pytest tests/engine/test_triton_attention.py tests/engine/test_device_passes.py --timeout 3600 -rs
+	@HEADRACE_TRITON_EXAMPLES=300 $(BIN)/python -m pytest tests/engine/test_triton_attention.py tests/engine/test_device_passes.py tests/engine/test_quantised_linear.py tests/engine/cuda/test_quantised_on_device.py --timeout 3600 -rs
 
 reference: $(STAMP) ## docs/reference, written from the code
 	@$(BIN)/python docs/reference/generate.py

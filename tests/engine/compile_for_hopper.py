@@ -1,6 +1,7 @@
 """Compiles the Triton kernels for compute capability 9.0, as the engine launches them; needs no GPU.
 
-Attention's, or with the argument `elementwise` those of the passes between matrix products. Prints a line for each: its
+Attention's, or with the argument `elementwise` those of the passes between matrix products, or with `quantised` those
+of quantised weights. Prints a line for each: its
 name, and the bytes of shared memory that it takes. The kernels' calls are recorded on the CPU, so what is compiled here
 has the very constants that a launch has.
 """
@@ -21,6 +22,10 @@ from headrace_engine.runner.attention.triton_backend import TritonBackend
 from headrace_engine.runner.elementwise import triton_kernels as elementwise_kernels
 from headrace_engine.runner.elementwise import triton_ops
 from headrace_engine.runner.elementwise.ops import Activation
+from headrace_engine.runner.linear import triton_kernels as linear_kernels
+from headrace_engine.runner.linear import triton_quantised_linear
+from headrace_engine.runner.linear.quantised_weight import CodeKind, QuantisedWeight
+from headrace_engine.runner.linear.triton_quantised_linear import TritonQuantisedLinear
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_PROCESSORS = 132
@@ -29,6 +34,8 @@ _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8",
+    torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -98,6 +105,29 @@ def elementwise() -> None:
             sys.stdout.write(f"{name} {compiled.metadata.shared}\n")
 
 
+def quantised() -> None:
+    """Weights of each kind in the shape of Llama-3.1-8B's attention, with 1, 64 and many rows."""
+    names = ("quantised_linear_kernel", "dequantise_kernel")
+    recorders = [Recorder(getattr(linear_kernels, name)) for name in names]
+    for name, recorder in zip(names, recorders, strict=True):
+        setattr(linear_kernels, name, recorder)
+    triton_quantised_linear.supports = lambda *_: True
+    scales = torch.ones(4096, 32)
+    for kind in CodeKind:
+        codes = torch.zeros(4096, 4096, dtype=torch.float8_e4m3fn if kind is CodeKind.FLOAT8 else torch.uint8)
+        zeros = None if kind is CodeKind.FLOAT8 else scales.short()
+        layer = TritonQuantisedLinear(QuantisedWeight(kind, codes, scales, zeros, 128), None, torch.bfloat16)
+        for rows in (1, 64, 2048):
+            layer(torch.zeros(rows, 4096, dtype=torch.bfloat16))
+    for name, recorder in zip(names, recorders, strict=True):
+        setattr(linear_kernels, name, recorder.kernel)
+    for name, recorder in zip(names, recorders, strict=True):
+        for args, options in recorder.launches:
+            compiled = compile_launch(recorder.kernel, args, options)
+            assert compiled.asm["cubin"]
+            sys.stdout.write(f"{name} {compiled.metadata.shared}\n")
+
+
 def attention(
     cases: dict[str, Problem],
     suffix: str = "",
@@ -130,4 +160,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    elementwise() if "elementwise" in sys.argv else main()
+    {"elementwise": elementwise, "quantised": quantised}.get(sys.argv[-1], main)()

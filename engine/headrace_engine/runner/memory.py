@@ -22,7 +22,7 @@ from headrace_engine.system.heap import release_freed_heap
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MADV_DONTNEED = 4
 _ITEM_SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-_FLOATS = {"F64", "F32", "F16", "BF16", "F8_E4M3"}  # a model in FP8 is widened
+_FLOATS = {"F64", "F32", "F16", "BF16"}
 _PACKED_INTEGERS = ("qweight", "weight_packed", "weight")
 """The tensors with the integers of a weight, by the last part of their names. Words are of type I32."""
 
@@ -36,16 +36,20 @@ def available_memory() -> int:
     return free if room is None else min(free, room)
 
 
-def weight_bytes(folder: Path, dtype: torch.dtype, dequantised_bits: int | None = None) -> int:
+def weight_bytes(
+    folder: Path, dtype: torch.dtype, dequantised_bits: int | None = None, *, widens_float8: bool = True
+) -> int:
     """Return the bytes of all tensors in safetensors files after loading in `dtype`. Reads only the headers.
 
     Args:
         dequantised_bits: of each weight of a checkpoint whose integers are dequantised. None: they stay packed.
+        widens_float8: whether weights in FP8 become `dtype`.
     """
-    return sum(_file_bytes(path, dtype, dequantised_bits) for path in folder.glob("*.safetensors"))
+    files = folder.glob("*.safetensors")
+    return sum(_file_bytes(path, dtype, dequantised_bits, widens_float8=widens_float8) for path in files)
 
 
-def _file_bytes(path: Path, dtype: torch.dtype, dequantised_bits: int | None) -> int:
+def _file_bytes(path: Path, dtype: torch.dtype, dequantised_bits: int | None, *, widens_float8: bool) -> int:
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     total = 0
@@ -53,7 +57,8 @@ def _file_bytes(path: Path, dtype: torch.dtype, dequantised_bits: int | None) ->
         if name == "__metadata__":
             continue
         kind, last = tensor["dtype"], name.rpartition(".")[2]
-        size = dtype.itemsize if kind in _FLOATS else _ITEM_SIZES.get(kind, 1)
+        widened = kind in _FLOATS or (kind == "F8_E4M3" and widens_float8)
+        size = dtype.itemsize if widened else _ITEM_SIZES.get(kind, 1)
         if dequantised_bits is not None and last in _PACKED_INTEGERS and kind in ("I32", "I8"):
             size = dtype.itemsize * (32 // dequantised_bits if kind == "I32" else 1)
         total += math.prod(tensor["shape"]) * size
@@ -75,18 +80,27 @@ def _gguf_bytes(model: str, dtype: torch.dtype, packed: Container[str]) -> int:
 
 
 def check_weights_fit(
-    model: str, dtype: torch.dtype, packed: Container[str] = (), dequantised_bits: int | None = None
+    model: str,
+    dtype: torch.dtype,
+    packed: Container[str] = (),
+    dequantised_bits: int | None = None,
+    *,
+    widens_float8: bool = True,
 ) -> None:
     """Refuse a local model whose weights exceed the free memory, before the kernel has to kill a process.
 
     Args:
         packed: the types of a GGUF file whose blocks are kept.
-        dequantised_bits: as in `weight_bytes`.
+        dequantised_bits, widens_float8: as in `weight_bytes`.
 
     Raises:
         ConfigError: the weights do not fit. Names the needed and the free bytes.
     """
-    needed = _gguf_bytes(model, dtype, packed) if is_gguf(model) else weight_bytes(Path(model), dtype, dequantised_bits)
+    needed = (
+        _gguf_bytes(model, dtype, packed)
+        if is_gguf(model)
+        else weight_bytes(Path(model), dtype, dequantised_bits, widens_float8=widens_float8)
+    )
     free = available_memory()
     form = "packed blocks" if packed else str(dtype).removeprefix("torch.")
     if needed > free:

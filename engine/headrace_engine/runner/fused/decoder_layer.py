@@ -18,10 +18,16 @@ from headrace_engine.runner.elementwise.native_ops import MAX_FEATURES, MAX_HEAD
 from headrace_engine.runner.elementwise.ops import Activation, Norm
 from headrace_engine.runner.fused.layer_parts import Gate, LayerParts, Linear, is_linear
 from headrace_engine.runner.fused.rotation import Rotation
-from headrace_engine.runner.linear.grouped_linear import GroupedGatedLinear, GroupedLinear, mergeable
+from headrace_engine.runner.linear.grouped_linear import GroupedGatedLinear, GroupedLinear
 from headrace_engine.runner.linear.native_linear import NativeGatedLinear, NativeLinear
 from headrace_engine.runner.linear.packed_linear import PackedLinear
-from headrace_engine.runner.linear.prepared_linear import LinearKind, PreparedLinear, normalised
+from headrace_engine.runner.linear.prepared_linear import (
+    LinearKind,
+    PreparedLinear,
+    QuantisedLinear,
+    mergeable,
+    normalised,
+)
 
 Attend = Callable[..., tuple[torch.Tensor, Any]]
 """transformers' attention function: (module, query, key, value, mask, **options)."""
@@ -242,19 +248,18 @@ def _gated(linear: LinearKind, gate: Gate) -> "_Gated | NativeLinear":
 
 
 def _dense(layer: Linear) -> torch.Tensor:
-    """Return the weight of a layer. One in groups is dequantised."""
-    return layer.dense() if isinstance(layer, GroupedLinear) else layer.weight
+    """Return the weight of a layer. One in few bits is dequantised."""
+    return layer.dense() if isinstance(layer, QuantisedLinear) else layer.weight
 
 
 def _merged(linear: LinearKind, *layers: Linear) -> PreparedLinear:
     """Return one layer whose output is the concatenation of the outputs of `layers`.
 
-    Layers in groups share their weights with it. If only some of them are in groups, or their inputs are in different
-    orders, these are dequantised.
+    Layers in few bits that are not `mergeable` are dequantised.
     """
-    grouped = [layer for layer in layers if isinstance(layer, GroupedLinear)]
+    quantised = [layer for layer in layers if isinstance(layer, QuantisedLinear)]
     if len(layers) == 1:
-        return grouped[0] if grouped else linear(_dense(layers[0]), layers[0].bias)
+        return quantised[0] if quantised else linear(_dense(layers[0]), layers[0].bias)
     biases = [layer.bias for layer in layers]
     present = next((bias for bias in biases if bias is not None), None)
     bias = None
@@ -266,5 +271,5 @@ def _merged(linear: LinearKind, *layers: Linear) -> PreparedLinear:
             ]
         )
     if mergeable(layers):
-        return GroupedLinear.merged(grouped, bias)
+        return quantised[0].merged(quantised, bias)
     return linear(torch.cat([_dense(layer) for layer in layers]), bias)

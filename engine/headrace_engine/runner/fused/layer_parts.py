@@ -16,9 +16,9 @@ from torch import nn
 
 from headrace_engine.runner.elementwise import torch_ops
 from headrace_engine.runner.elementwise.ops import Activation, Norm
-from headrace_engine.runner.linear.grouped_linear import GroupedLinear
+from headrace_engine.runner.linear.prepared_linear import QuantisedLinear
 
-Linear = nn.Linear | GroupedLinear
+Linear = nn.Linear | QuantisedLinear
 
 _SEPARATE = ("gate_proj", "up_proj")
 _MERGED = ("gate_up_proj",)
@@ -61,7 +61,7 @@ class Gate:
 
 def is_linear(module: object) -> bool:
     """Whether a module computes a plain linear layer, by weights that can be merged."""
-    return type(module) in (nn.Linear, GroupedLinear)
+    return type(module) is nn.Linear or isinstance(module, QuantisedLinear)
 
 
 def parts_of(layer: nn.Module, hidden: torch.Tensor, calls: Sequence[ChildCall]) -> LayerParts | None:
@@ -98,7 +98,7 @@ def parts_of(layer: nn.Module, hidden: torch.Tensor, calls: Sequence[ChildCall])
 
 def has_groups(module: nn.Module) -> bool:
     """Whether a module has weights that are no parameters."""
-    return any(isinstance(each, GroupedLinear) for each in module.modules())
+    return any(isinstance(each, QuantisedLinear) for each in module.modules())
 
 
 def _scale(layer: nn.Module, added: torch.Tensor, output: torch.Tensor) -> float | None:

@@ -15,7 +15,7 @@ from torch import nn
 from headrace_engine.runner.linear import native_linear
 from headrace_engine.runner.linear.grouped_weight import GroupedWeight
 from headrace_engine.runner.linear.native_linear import LinearArgs, NativeLinear, WeightSegment
-from headrace_engine.runner.linear.prepared_linear import PreparedLinear
+from headrace_engine.runner.linear.prepared_linear import PreparedLinear, QuantisedLinear
 from headrace_engine.runner.native import native_library
 from headrace_engine.system.openmp import spin_count
 
@@ -34,7 +34,7 @@ def reason_to_dequantise(dtype: torch.dtype) -> str | None:
     return f"this machine has no compiled kernels for packed weights in {str(dtype).removeprefix('torch.')}"
 
 
-class GroupedLinear(NativeLinear):
+class GroupedLinear(NativeLinear, QuantisedLinear):
     """A linear layer whose weight has one or more segments of outputs, each of its own format.
 
     Args:
@@ -61,14 +61,7 @@ class GroupedLinear(NativeLinear):
         self._width = self.out_features // 2 if self.gated else self.out_features
         self._made_args: LinearArgs | None = None
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """The dequantised weight, [out_features, in_features], for code that computes with it. Made in each access."""
-        self.weight_reads += 1
-        return self.dense()
-
     def dense(self) -> torch.Tensor:
-        """Dequantise the weight."""
         return torch.cat([weight.dense(self._dtype) for weight in self.weights])
 
     def _own_args(self) -> LinearArgs:
@@ -99,14 +92,19 @@ class GroupedLinear(NativeLinear):
             order=None if self.weights[0].inputs is None else self.weights[0].inputs.data_ptr(),
         )
 
-    @classmethod
-    def merged(cls, layers: Sequence["GroupedLinear"], bias: torch.Tensor | None) -> Self:
-        """Return one layer whose output is the concatenation of the outputs of all. Their weights are shared.
+    def mergeable_with(self, other: QuantisedLinear) -> bool:
+        """Whether the inputs of both weights are in the same order."""
+        if not isinstance(other, GroupedLinear):
+            return False
+        order, others = self.weights[0].inputs, other.weights[0].inputs
+        return order is others or (order is not None and others is not None and torch.equal(order, others))
 
-        The layers must be `mergeable`.
-        """
-        weights = [weight for layer in layers for weight in layer.weights]
-        return cls(weights, bias, layers[0]._dtype, batch_invariant=layers[0].batch_invariant)
+    @classmethod
+    def merged(cls, layers: Sequence[QuantisedLinear], bias: torch.Tensor | None) -> Self:
+        """Return one layer as `QuantisedLinear.merged` does. The weights are shared."""
+        own = [layer for layer in layers if isinstance(layer, GroupedLinear)]
+        weights = [weight for layer in own for weight in layer.weights]
+        return cls(weights, bias, own[0]._dtype, batch_invariant=own[0].batch_invariant)
 
     def halves(self) -> list["GroupedLinear"]:
         """Return the layers of the first and the last half of the outputs, without biases. Weights are shared.
@@ -118,15 +116,6 @@ class GroupedLinear(NativeLinear):
         middle = weight.out_features // 2
         parts = (weight.part(0, middle), weight.part(middle, weight.out_features))
         return [GroupedLinear([part], None, self._dtype, batch_invariant=self.batch_invariant) for part in parts]
-
-
-def mergeable(layers: Sequence[nn.Module]) -> bool:
-    """Whether all layers have grouped weights, whose inputs are in the same order."""
-    orders = [layer.weights[0].inputs for layer in layers if isinstance(layer, GroupedLinear)]
-    first = orders[0] if orders else None
-    if first is None:
-        return len(orders) == len(layers) and all(order is None for order in orders)
-    return len(orders) == len(layers) and all(order is not None and torch.equal(order, first) for order in orders)
 
 
 class GroupedGatedLinear(GroupedLinear):

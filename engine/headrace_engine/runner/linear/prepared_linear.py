@@ -1,6 +1,7 @@
 """`PreparedLinear`: the interface of the layers that replace a model's `nn.Linear`, and the layers for a GPU."""
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, Self
 
 import torch
 from torch import nn
@@ -36,6 +37,44 @@ class PreparedLinear(nn.Module):
         """
         added: torch.Tensor = self(x)
         return added if scale == 1.0 else added * scale
+
+
+class QuantisedLinear(PreparedLinear):
+    """A linear layer whose weight stays in few bits. Its attributes are those of `nn.Linear`."""
+
+    in_features: int
+    out_features: int
+    bias: nn.Parameter | None
+
+    weight_reads = 0
+    """How often code of the model read `weight`."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dequantised weight, [out_features, in_features], for code that computes with it. Made in each access."""
+        self.weight_reads += 1
+        return self.dense()
+
+    def dense(self) -> torch.Tensor:
+        """Dequantise the weight."""
+        raise NotImplementedError
+
+    def mergeable_with(self, other: "QuantisedLinear") -> bool:
+        """Whether one layer can compute both."""
+        raise NotImplementedError
+
+    @classmethod
+    def merged(cls, layers: Sequence["QuantisedLinear"], bias: torch.Tensor | None) -> Self:
+        """Return one layer whose output is the concatenation of the outputs of all, which are `mergeable`."""
+        raise NotImplementedError
+
+
+def mergeable(layers: Sequence[nn.Module]) -> bool:
+    """Whether one layer in few bits can compute all layers."""
+    first = layers[0]
+    return isinstance(first, QuantisedLinear) and all(
+        isinstance(layer, QuantisedLinear) and first.mergeable_with(layer) for layer in layers
+    )
 
 
 def normalised(

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from headrace_engine.runner.linear.grouped_linear import GroupedLinear
 from headrace_engine.runner.linear.packed_linear import PackedLinear
-from headrace_engine.runner.linear.prepared_linear import LinearKind
+from headrace_engine.runner.linear.prepared_linear import LinearKind, QuantisedLinear
 from headrace_engine.runner.memory import release_unused
 
 # A replaced weight exists twice until the original is released. This many bytes may accumulate in between.
@@ -45,10 +44,10 @@ def watch_weights(model: nn.Module) -> Iterator[set[nn.Module]]:
     """
     found: set[nn.Module] = set()
     layers = [module for module in model.modules() if type(module) is nn.Linear]
-    grouped = [module for module in model.modules() if isinstance(module, GroupedLinear)]
+    quantised = [module for module in model.modules() if isinstance(module, QuantisedLinear)]
     for layer in layers:
         layer.__class__ = _Watched
-    for each in grouped:
+    for each in quantised:
         each.weight_reads = 0
     try:
         yield found
@@ -59,7 +58,7 @@ def watch_weights(model: nn.Module) -> Iterator[set[nn.Module]]:
                 del layer.read_by_others
             layer.__dict__.pop("_in_forward", None)
             layer.__class__ = nn.Linear
-        found.update(each for each in grouped if each.weight_reads)
+        found.update(each for each in quantised if each.weight_reads)
 
 
 def pack_linear_layers(model: nn.Module, keep: Collection[nn.Module] = (), linear: LinearKind = PackedLinear) -> int:

@@ -4,12 +4,9 @@ Weights come from safetensors or GGUF only; nothing is unpickled. A model whose 
 interface of transformers is refused.
 """
 
-import copy
 import itertools
 import logging
 import weakref
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,14 +22,14 @@ from transformers.utils import logging as transformers_logging
 from headrace_engine.checkpoints.checkpoint import is_gguf, pretrained_source, quick_reads, unreadable
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.options.config import FITTING_LENGTH, ModelConfig
-from headrace_engine.runner.linear import grouped_linear
 from headrace_engine.runner.models import generation, rope
 from headrace_engine.runner.models.load_errors import permanent_errors
-from headrace_engine.runner.models.quantised_loading import quantised_weights
+from headrace_engine.runner.models.weight_form import WeightForm, loads_in, quantisation_of, without_quantisation
 from headrace_engine.runner.weights.quantised_checkpoint import reader_for
 
 logger = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
 _names = itertools.count(1)
 _RECURRENT_LAYERS = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
 """Names in `layer_types` of layers that keep their state in transformers' `LinearAttentionLayer`."""
@@ -53,13 +50,20 @@ def load_config(config: ModelConfig) -> Any:
 
 
 def load_weights(
-    config: ModelConfig, hf_config: Any, dtype: torch.dtype, attention: Any, *, packed: bool = False
+    config: ModelConfig,
+    hf_config: Any,
+    dtype: torch.dtype,
+    attention: Any,
+    *,
+    form: WeightForm = WeightForm.DENSE,
+    device: torch.device = _CPU,
 ) -> PreTrainedModel:
     """Load the model, and register its attention function under a unique name.
 
     Args:
         attention: a method with the signature of an attention function of transformers (`AttentionInterface`).
-        packed: keep the blocks of a GGUF file, or the integers of a quantised checkpoint.
+        form: of quantised weights.
+        device: where the model will run. It is loaded on the CPU.
     """
     name = register_attention(attention)
     transformers_logging.disable_progress_bar()
@@ -69,11 +73,11 @@ def load_weights(
     with (
         permanent_errors(config.model, "loaded"),
         quick_reads(config.model),
-        _quantised_weights(config, hf_config, dtype, packed) as quantisation,
+        loads_in(form, config, hf_config, dtype, device) as quantisation,
     ):
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
-            config=_without_quantisation(hf_config),
+            config=without_quantisation(hf_config),
             dtype=dtype,
             attn_implementation=name,
             use_safetensors=True,
@@ -105,65 +109,6 @@ def register_attention(method: Any) -> str:
     return name
 
 
-def keeps_packed(config: ModelConfig, hf_config: Any, dtype: torch.dtype) -> bool:
-    """Whether quantised weights stay packed on a CPU. Logs why they do not. The readers' errors pass through."""
-    if not _is_quantised(config, hf_config):
-        return False
-    reason = _reason_to_dequantise(config, dtype)
-    if reason is not None:
-        kind = "GGUF file" if _is_gguf_file(config) else "checkpoint"
-        logger.warning("the %s is dequantised: %s", kind, reason)
-    return reason is None
-
-
-def bits_of_integers(config: ModelConfig, hf_config: Any) -> int | None:
-    """Return the bits of each weight of a quantised safetensors checkpoint; None if there is no such checkpoint."""
-    quantisation = quantisation_of(hf_config)
-    return None if quantisation is None else reader_for(config.model, quantisation).bits
-
-
-def multiplies_by_integers(config: ModelConfig, hf_config: Any) -> bool:
-    """Whether most products on a CPU would be by integers in bfloat16. The readers' errors pass through."""
-    if not _is_quantised(config, hf_config) or _reason_to_dequantise(config, torch.bfloat16) is not None:
-        return False
-    from headrace_engine.runner.models import grouped_loading
-
-    return not _is_gguf_file(config) or grouped_loading.is_mostly_packed(config.model)
-
-
-def _is_gguf_file(config: ModelConfig) -> bool:
-    return is_gguf(config.model) and Path(config.model).is_file()
-
-
-def _is_quantised(config: ModelConfig, hf_config: Any) -> bool:
-    return _is_gguf_file(config) or quantisation_of(hf_config) is not None
-
-
-def _reason_to_dequantise(config: ModelConfig, dtype: torch.dtype) -> str | None:
-    if config.quantization is not None:
-        return f"its weights become {config.quantization}"
-    if not _is_gguf_file(config):
-        return grouped_linear.reason_to_dequantise(dtype)
-    from headrace_engine.runner.models import grouped_loading  # imports gguf, which other models do not need
-
-    return grouped_loading.reason_to_dequantise(config.model, dtype)
-
-
-def _quantised_weights(
-    config: ModelConfig, hf_config: Any, dtype: torch.dtype, packed: bool
-) -> AbstractContextManager[dict[str, Any]]:
-    """Let transformers load quantised weights. Yields arguments of `from_pretrained`."""
-    quantisation = quantisation_of(hf_config)
-    if quantisation is not None:
-        reader = reader_for(config.model, quantisation)
-        return quantised_weights(reader, dtype, packed=packed, batch_invariant=config.batch_invariant)
-    if not packed:
-        return nullcontext({})
-    from headrace_engine.runner.models import grouped_loading  # imports gguf, which other models do not need
-
-    return grouped_loading.packed_weights(dtype, batch_invariant=config.batch_invariant)
-
-
 def check_architecture(config: ModelConfig, hf_config: Any) -> None:
     """Refuse an unsupported architecture before any weight is read.
 
@@ -192,27 +137,6 @@ def check_architecture(config: ModelConfig, hf_config: Any) -> None:
             f"model {config.model!r} is of type {hf_config.model_type!r}, which is not a decoder that transformers "
             "supports"
         )
-
-
-def quantisation_of(hf_config: Any) -> dict[str, Any] | None:
-    """Return the `quantization_config` of config.json."""
-    for config in (hf_config, hf_config.get_text_config()):
-        found = getattr(config, "quantization_config", None)
-        if found:
-            own: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
-            return own
-    return None
-
-
-def _without_quantisation(hf_config: Any) -> Any:
-    """Return the config as that of weights that are not quantised: transformers' own quantisers must not see them."""
-    if quantisation_of(hf_config) is None:
-        return hf_config
-    plain = copy.deepcopy(hf_config)
-    for config in (plain, plain.get_text_config()):
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-    return plain
 
 
 def _check_class(config: ModelConfig, kind: type[PreTrainedModel], hf_config: Any) -> None:

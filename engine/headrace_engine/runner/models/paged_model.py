@@ -31,12 +31,14 @@ from headrace_engine.runner.linear.grouped_weight import FORMATS
 from headrace_engine.runner.linear.native_linear import NativeLinear
 from headrace_engine.runner.linear.packed_linear import PackedLinear
 from headrace_engine.runner.linear.prepared_linear import DeviceLinear, LinearKind, TritonLinear
+from headrace_engine.runner.linear.quantised_weight import QuantisedWeight
 from headrace_engine.runner.linear.replacement import pack_linear_layers, watch_weights
 from headrace_engine.runner.lora.layers import LoRALayers
 from headrace_engine.runner.memory import check_model_fits
-from headrace_engine.runner.models import generation, loading, probe, rope, row_tiles
+from headrace_engine.runner.models import generation, loading, probe, rope, row_tiles, weight_form
 from headrace_engine.runner.models.load_errors import permanent_errors
 from headrace_engine.runner.models.probe import ModelLayout
+from headrace_engine.runner.models.weight_form import WeightForm
 from headrace_engine.runner.recurrent.recurrent_layers import RecurrentLayers
 
 logger = logging.getLogger(__name__)
@@ -74,19 +76,24 @@ class PagedModel:
             computes_bfloat16 = (
                 device.type != "cpu"
                 or packed_linear.computes_bfloat16()
-                or (packed and config.dtype == "auto" and loading.multiplies_by_integers(config, hf_config))
+                or (packed and config.dtype == "auto" and weight_form.multiplies_by_integers(config, hf_config))
             )
         dtype = loading.resolve_dtype(config, hf_config, computes_bfloat16=computes_bfloat16)
         max_model_len = loading.resolve_max_model_len(config, hf_config)
         loading.check_architecture(config, hf_config)
         with permanent_errors(config.model, "loaded"):  # the checks read the headers of the weights
-            keeps_packed = packed and loading.keeps_packed(config, hf_config, dtype)
-            dequantised_bits = None if keeps_packed else loading.bits_of_integers(config, hf_config)
-            memory.check_weights_fit(config.model, dtype, FORMATS if keeps_packed else (), dequantised_bits)
+            form = weight_form.weight_form(config, hf_config, dtype, device, compiled=packed)
+            memory.check_weights_fit(
+                config.model,
+                dtype,
+                FORMATS if form is WeightForm.GROUPED else (),
+                weight_form.bits_of_integers(config, hf_config) if form is WeightForm.DENSE else None,
+                widens_float8=form is not WeightForm.TRITON,
+            )
         self._metadata: AttentionMetadata | None = None
         self._next_layer = 0
         self._model: PreTrainedModel = loading.load_weights(
-            config, hf_config, dtype, self._attention, packed=keeps_packed
+            config, hf_config, dtype, self._attention, form=form, device=device
         )
         rope.fix_length_dependent_rope(self._model, config, max_model_len)
         self._recurrent = RecurrentLayers(self._model)
@@ -114,8 +121,7 @@ class PagedModel:
             dtype=str(dtype).removeprefix("torch."),
             device=device.type,
             attention=self._backend.name,
-            num_parameters=sum(parameter.numel() for parameter in self._model.parameters())
-            + sum(weight.in_features * weight.out_features for weight in grouped_linear.grouped_weights(self._model)),
+            num_parameters=_num_parameters(self._model),
             weights=fingerprint(config.model, config.revision),
         )
         self.num_fused = self.num_packed = 0
@@ -290,3 +296,12 @@ class PagedModel:
             sinks=s_aux,
         )
         return output[None], None
+
+
+def _num_parameters(model: nn.Module) -> int:
+    """Return the number of parameters, and of quantised weights, which are none."""
+    quantised: list[Any] = [each for each in model.modules() if isinstance(each, QuantisedWeight)]
+    quantised += grouped_linear.grouped_weights(model)
+    return sum(parameter.numel() for parameter in model.parameters()) + sum(
+        weight.in_features * weight.out_features for weight in quantised
+    )

@@ -6,7 +6,7 @@ need a GPU or packages of their own.
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from transformers.quantizers import HfQuantizer, auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from headrace_engine.errors import ModelLoadError
-from headrace_engine.runner.linear.grouped_linear import GroupedLinear
+from headrace_engine.runner.linear.prepared_linear import QuantisedLinear
 from headrace_engine.runner.memory import release_unused
 from headrace_engine.runner.weights.float_weight import FloatWeight
 from headrace_engine.runner.weights.integer_weight import IntegerWeight
@@ -26,26 +26,28 @@ from headrace_engine.runner.weights.quantised_checkpoint import WeightReader, qu
 
 logger = logging.getLogger(__name__)
 
+MakeLayer = Callable[[nn.Parameter | None], QuantisedLinear]
+"""Makes a layer with a bias."""
+Pack = Callable[[IntegerWeight | FloatWeight], MakeLayer | None]
+
 _METHOD: Final = "headrace"
 _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32)
 _RELEASE_AFTER: Final = 64 << 20  # bytes that are packed before the pages of the files are released
 
 
 @contextmanager
-def quantised_weights(
-    reader: WeightReader, dtype: torch.dtype, *, packed: bool, batch_invariant: bool
-) -> Iterator[dict[str, Any]]:
+def quantised_weights(reader: WeightReader, dtype: torch.dtype, pack: Pack) -> Iterator[dict[str, Any]]:
     """Let transformers' `from_pretrained` load a quantised checkpoint. Yields arguments for it.
 
     Args:
-        packed: keep integers where there is a kernel for them. Otherwise, dequantise all weights.
+        pack: brings a weight into its form in memory. Returns None for a weight that is to be dequantised.
     """
 
     class Loader(HfQuantizer):
         """Reads the quantised weights before transformers loads the others."""
 
         def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-            self._layers = _Layers(model, dtype, packed=packed, batch_invariant=batch_invariant)
+            self._layers = _Layers(model, dtype, pack)
             files = kwargs["checkpoint_files"]
             with torch.device("cpu"), quantised_modules(files, reader.marks) as modules:  # the model is on meta
                 for each in modules:
@@ -75,11 +77,11 @@ def quantised_weights(
 class _Layers:
     """The linear layers of a model without weights, which get those of a checkpoint."""
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, *, packed: bool, batch_invariant: bool) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, pack: Pack) -> None:
         self._model = model
         self._dtype = dtype
-        self._packed = packed
-        self._batch_invariant = batch_invariant
+        self._pack = pack
+        self._packed: dict[str, MakeLayer] = {}
         self._dense: dict[str, torch.Tensor] = {}
         self._sizes: set[int] = set()
         self._read = 0
@@ -91,12 +93,12 @@ class _Layers:
         weight = reader.read(tensors, layer.out_features, layer.in_features)
         if layer.bias is None and "bias" in tensors and bool(tensors.get("bias", *_FLOATS).any()):  # GPTQ writes zeros
             raise tensors.error("bias", "is not zero, but the layer of the model has no bias")
-        if self._packed and isinstance(weight, IntegerWeight) and weight.can_stay_packed:
-            packed = GroupedLinear([weight.grouped()], layer.bias, self._dtype, batch_invariant=self._batch_invariant)
-            parent, _, child = name.rpartition(".")
-            setattr(self._model.get_submodule(parent), child, packed)
+        del layer.weight  # transformers would miss it in the files
+        packed = self._pack(weight)
+        if packed is None:
+            self._keep_dense(name, weight)
         else:
-            self._keep_dense(name, layer, weight)
+            self._packed[name] = packed
         self._read += layer.out_features * layer.in_features
         if self._read > _RELEASE_AFTER:
             self._read = 0
@@ -115,11 +117,9 @@ class _Layers:
             f"{type(self._model).__name__}: quantised experts and embeddings are not served"
         )
 
-    def _keep_dense(self, name: str, layer: nn.Linear, weight: IntegerWeight | FloatWeight) -> None:
-        """Dequantise. transformers must not see the parameter: it would miss it in the files."""
+    def _keep_dense(self, name: str, weight: IntegerWeight | FloatWeight) -> None:
         self._dense[name] = weight.dense(self._dtype)
-        del layer.weight
-        if self._packed and isinstance(weight, IntegerWeight):
+        if isinstance(weight, IntegerWeight) and not weight.can_stay_packed:
             self._sizes.add(weight.group)
 
     def warn(self) -> None:
@@ -131,7 +131,10 @@ class _Layers:
             logger.warning("%d linear layers are dequantised, to %.0f MiB%s", len(self._dense), size, why)
 
     def fill(self) -> None:
-        """Set the dequantised weights."""
+        """Set the weights, once the biases are loaded. transformers would overwrite the buffers of a layer before."""
+        for name, make_layer in self._packed.items():
+            parent, _, child = name.rpartition(".")
+            setattr(self._model.get_submodule(parent), child, make_layer(self._model.get_submodule(name).bias))
         for name, weight in self._dense.items():
             layer: Any = self._model.get_submodule(name)
             layer.weight = nn.Parameter(weight, requires_grad=False)

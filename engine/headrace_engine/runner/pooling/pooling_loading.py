@@ -17,7 +17,7 @@ from headrace_engine.checkpoints.pooling_folder import PoolingSpec
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.options.config import EngineConfig, ModelConfig
 from headrace_engine.runner import memory
-from headrace_engine.runner.models import loading
+from headrace_engine.runner.models import loading, weight_form
 from headrace_engine.runner.models.load_errors import permanent_errors
 
 _TABLES: Final = {
@@ -60,7 +60,7 @@ def model_class(config: ModelConfig, spec: PoolingSpec, hf_config: Any) -> type[
             f"model {config.model!r} has its weights in {pickled}, which is never loaded: convert it to "
             "model.safetensors, for example with AutoModel.from_pretrained(...).save_pretrained(...)"
         )
-    quantisation = loading.quantisation_of(hf_config)
+    quantisation = weight_form.quantisation_of(hf_config)
     if quantisation is not None:
         method = quantisation.get("quant_method", "an unnamed method")
         raise ModelLoadError(f"model {config.model!r} is quantised with {method}; served are plain safetensors weights")

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from headrace_engine.runner.linear.quantised_weight import CodeKind, QuantisedWeight
+
 
 @dataclass(frozen=True, slots=True)
 class FloatWeight:
@@ -17,6 +19,11 @@ class FloatWeight:
     scales: torch.Tensor
     """float32 [blocks of out, blocks of in]."""
     block: tuple[int, int]
+
+    def quantised(self) -> QuantisedWeight:
+        """Return the weight in the layout for a GPU, with scales for each output."""
+        scales = self.scales.repeat_interleave(self.block[0], 0)[: len(self.values)]
+        return QuantisedWeight(CodeKind.FLOAT8, self.values, scales, None, self.block[1])
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """Widen: [out, in]. Computes in float32, and rounds once."""

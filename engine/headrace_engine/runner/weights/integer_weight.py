@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from headrace_engine.runner.linear.grouped_weight import INTEGER_FORMATS, GroupedWeight
+from headrace_engine.runner.linear.quantised_weight import CodeKind, QuantisedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,11 @@ class IntegerWeight:
         blocks = torch.cat([scales, zeros, self.codes.view(out, inputs // block, block)], dim=2)
         kind = INTEGER_FORMATS[self.bits, block]
         return GroupedWeight(kind, blocks.view(out, -1).numpy(), inputs=self.inputs)
+
+    def quantised(self) -> QuantisedWeight:
+        """Return the weight in the layout for a GPU. Nothing is rounded."""
+        kind = CodeKind.INT4 if self.bits == 4 else CodeKind.INT8
+        return QuantisedWeight(kind, self.codes, self.scales.float(), self.zeros, self.group, self.inputs)
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """Dequantise: [out, in]. Computes in float32, and rounds once."""

@@ -186,7 +186,7 @@ class AsyncClient:
     submit_pooling = _in_thread(Client.submit_pooling)
 
     async def _pool(self, call: PoolingCall, timeout: float | None) -> Pooled:
-        answer = call.answer(await self.submit_pooling(call))
+        answer = call.answer(await self.submit_pooling(call.submissions))
         async for request_id, event in self.events_many(answer.request_ids, timeout=timeout):
             answer.add(request_id, event)
         return answer.pooled()

@@ -268,13 +268,13 @@ class Client:
         """Compute the classes of each text, pair of texts or list of token ids. Errors are those of `embed`."""
         return self._pool(pooling_call("classify", {"input": inputs}, options, self._model), timeout)
 
-    def submit_pooling(self, call: PoolingCall) -> list[str]:
-        """Put the messages of a call into their queue and return their ids."""
+    def submit_pooling(self, submissions: Sequence[Submission]) -> list[str]:
+        """Put the messages of a PoolingCall, or some of them, into their queue and return their ids."""
         with unavailable(self.settings, "submit requests"):
-            return self._submit(call.submissions, batch_size=_BATCH if len(call.submissions) > 1 else 0)
+            return self._submit(submissions, batch_size=_BATCH if len(submissions) > 1 else 0)
 
     def _pool(self, call: PoolingCall, timeout: float | None) -> Pooled:
-        answer = call.answer(self.submit_pooling(call))
+        answer = call.answer(self.submit_pooling(call.submissions))
         for request_id, event in self.events_many(answer.request_ids, timeout=timeout):
             answer.add(request_id, event)
         return answer.pooled()

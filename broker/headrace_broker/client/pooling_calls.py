@@ -63,7 +63,10 @@ class PoolingCall:
 def pooling_call(
     task: PoolingTask, inputs: Mapping[str, Any], options: Mapping[str, Any], default_model: str | None
 ) -> PoolingCall:
-    """Check a call and divide it into messages. Raises InvalidRequestError with every problem."""
+    """Check a call and divide it into messages. Raises InvalidRequestError with every problem.
+
+    With a `request_id`, the messages after the first have the ids `<request_id>.1`, `<request_id>.2` and so on.
+    """
     problems: list[str] = []
     fields = POOLING[task].keys() - {"model"}  # the model selects the queue
     unknown = [name for name in options if name not in fields | _QUEUE_OPTIONS]
@@ -74,12 +77,10 @@ def pooling_call(
         problems, request = list(error.problems), PoolingRequest(task, {"input": "", "query": "", "documents": ""})
     parts = [*_parts(request.inputs)]
     queue_options = {name: value for name, value in options.items() if name in _QUEUE_OPTIONS}
-    if len(parts) > 1 and queue_options.get("request_id") is not None:
-        problems.append(f"request_id must be absent: the call becomes {len(parts)} messages")
     submissions = [
         submission_of(
             request if len(parts) == 1 else request.part(first, stop),
-            cast("SubmitRequest", _numbered(queue_options, number if len(parts) > 1 else None)),
+            cast("SubmitRequest", _of_message(number, queue_options) if len(parts) > 1 else queue_options),
             problems,
             default_model=default_model,
         )
@@ -100,12 +101,11 @@ def check_top_n(top_n: object) -> None:
         raise InvalidRequestError(f"top_n must be an integer of at least 0, or None, got {shown(top_n)}")
 
 
-def _numbered(options: Mapping[str, Any], number: int | None) -> dict[str, Any]:
-    """Return the options of one of several messages, which need different idempotency keys."""
-    key = options.get("idempotency_key")
-    if number is None or not isinstance(key, str):
-        return dict(options)
-    return {**options, "idempotency_key": f"{key}:{number}"}
+def _of_message(number: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of one of several messages, which need different ids and idempotency keys."""
+    key, request_id = options.get("idempotency_key"), options.get("request_id")
+    found = {**options, "idempotency_key": f"{key}:{number}"} if isinstance(key, str) else dict(options)
+    return {**found, "request_id": f"{request_id}.{number}"} if number and request_id is not None else found
 
 
 def _parts(inputs: Sequence[Input]) -> Iterator[tuple[int, int]]:

@@ -6,7 +6,7 @@
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -19,6 +19,12 @@ from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.generation import Api
 from headrace_gateway.http.json import encode_line
 from headrace_gateway.keys.api_key import ApiKey
+from headrace_gateway.pooling.classes import CLASSIFY
+from headrace_gateway.pooling.embeddings import EMBEDDINGS, as_list
+from headrace_gateway.pooling.pooling_body import PoolingApi, PoolingBody
+from headrace_gateway.pooling.rerank import RERANK
+from headrace_gateway.pooling.scores import SCORE
+from headrace_gateway.pooling.tei import is_tei
 from headrace_gateway.requests.body import SMALL_BYTES, model_named, read_object
 from headrace_gateway.requests.body_process import BodyProcess
 from headrace_gateway.requests.call import Call
@@ -30,9 +36,19 @@ from headrace_wire.values import named, shown
 
 MAX_LINE_BYTES: Final = MAX_BODY_BYTES
 MAX_CUSTOM_ID: Final = 512
-ENDPOINTS: Final = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS, "/v1/responses": RESPONSES}
+ENDPOINTS: Final[Mapping[str, Api | PoolingApi]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETIONS,
+    "/v1/responses": RESPONSES,
+    "/v1/embeddings": EMBEDDINGS,
+    "/v1/rerank": RERANK,
+    "/v1/score": SCORE,
+    "/v1/classify": CLASSIFY,
+}
 """The accepted values of `url`."""
 _FIELDS: Final = ("custom_id", "method", "url", "body")
+_INPUTS: Final = ("input", "documents", "text_2", "items", "data_2")
+"""The fields of pooling calls that have one element for each row of the answer."""
 _ENCODE: Final = msgspec.json.Encoder().encode
 _MOST_DEATHS: Final = 3
 """Attempts to read a line. The reading process may die of the line, or a service manager may kill all processes."""
@@ -51,15 +67,35 @@ class BatchLine(msgspec.Struct, frozen=True):
     """Id of the answer line: a digest of the request, so it identifies this request alone."""
     raw: bytes
     """The whole line."""
+    num_inputs: int = 0
+    """Inputs of a pooling call, by their number in the body."""
 
     @property
-    def api(self) -> Api:
+    def api(self) -> Api | PoolingApi:
         return ENDPOINTS[self.url]
 
-    def answered(self, status: int, request_id: str, body: Mapping[str, Any], ignored: Collection[str] = ()) -> bytes:
-        """Return the line of an answer, with its line feed. `ignored` are the fields of the body without effect."""
-        response = {"status_code": status, "request_id": request_id, "body": body}
-        return self._line(response | ({"ignored": list(ignored)} if ignored else {}), None)
+    @property
+    def task(self) -> str:
+        """The task that the model must serve."""
+        return self.api.task if isinstance(self.api, PoolingApi) else "generate"
+
+    def answered(
+        self,
+        status: int,
+        request_id: str,
+        body: Mapping[str, Any],
+        ignored: Collection[str] = (),
+        truncated: Sequence[int] = (),
+    ) -> bytes:
+        """Return the line of an answer, with its line feed.
+
+        Args:
+            ignored: the fields of the body without effect.
+            truncated: the indices of the inputs that were cut.
+        """
+        response: dict[str, Any] = {"status_code": status, "request_id": request_id, "body": body}
+        response |= {"ignored": list(ignored)} if ignored else {}
+        return self._line(response | ({"truncated": list(truncated)} if truncated else {}), None)
 
     def unanswered(self, code: str, message: str) -> bytes:
         """Return the line of a request without an answer."""
@@ -96,13 +132,25 @@ def read_line(raw: bytes) -> BatchLine:
         if name not in _FIELDS:
             raise invalid(f"unknown field {name[:64]!r}", code=GatewayCode.UNSUPPORTED_PARAMETER, param=name[:64])
     digest = hashlib.blake2b(_ENCODE([custom_id, url, body]), digest_size=16).hexdigest()
-    return BatchLine(custom_id, url, model_named(body), f"batch_req_{digest}", raw)
+    num_inputs = _num_inputs(body) if isinstance(ENDPOINTS[url], PoolingApi) else 0
+    return BatchLine(custom_id, url, model_named(body), f"batch_req_{digest}", raw, num_inputs)
 
 
-def read_call(raw: bytes, model: RegisteredModel, lora: str | None) -> Call:
+def _num_inputs(body: Mapping[str, Any]) -> int:
+    """Count the inputs of a pooling call. The body may be invalid."""
+    values = (as_list(body.get(name)) for name in _INPUTS)
+    return max((len(value) for value in values if isinstance(value, list)), default=1)
+
+
+def read_call(raw: bytes, model: RegisteredModel, lora: str | None) -> Call | PoolingBody:
     """Check the body of a line that `read_line` accepts, as its endpoint does. Raises ApiError with every problem."""
     line = _parsed(raw)
     api, body = ENDPOINTS[line["url"]], line["body"]
+    if isinstance(api, PoolingApi):
+        if api is RERANK and is_tei(body):
+            message = "body.texts is a field of TEI, whose answers are lists: use documents"
+            raise invalid(message, code=ErrorCode.UNSUPPORTED, param="body.texts")
+        return api.read(body, model=model)
     if api is RESPONSES:
         for name in ("background", "previous_response_id"):
             if body.get(name):
@@ -134,7 +182,7 @@ class LineReader:
         """Parse a line as `read_line` does. Raises ApiError."""
         return await self._read(raw, read_line)
 
-    async def call(self, line: BatchLine, model: RegisteredModel, lora: str | None) -> Call:
+    async def call(self, line: BatchLine, model: RegisteredModel, lora: str | None) -> Call | PoolingBody:
         """Check the body of a line as `read_call` does. Raises ApiError."""
         return await self._read(line.raw, partial(read_call, model=model, lora=lora))
 

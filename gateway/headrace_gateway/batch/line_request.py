@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
-import msgspec
 import redis
 
 from headrace_broker import (
@@ -18,29 +17,22 @@ from headrace_broker import (
     HeadraceBrokerError,
     QueueFullError,
     QueueUnavailableError,
-    SubmitRequest,
+    StreamExpiredError,
     UnknownModelError,
 )
 from headrace_broker.errors import MalformedEntryError, UsedRequestIdError
 from headrace_broker.server.connections import connect_async
 from headrace_broker.streams.hub import StreamHub
-from headrace_gateway.answers.complete_answer import CompleteAnswer
-from headrace_gateway.answers.envelope import Envelope
-from headrace_gateway.answers.reader import open_reader
 from headrace_gateway.background_task import check_cancelled
 from headrace_gateway.batch.line import BatchLine, LineReader
+from headrace_gateway.batch.line_call import LineCall, WholeAnswer, line_call
 from headrace_gateway.errors import ApiError
-from headrace_gateway.generation import Api
 from headrace_gateway.http.broker_errors import api_error_of
 from headrace_gateway.keys.api_key import ApiKey
 from headrace_gateway.keys.model_catalog import ModelCatalog
 from headrace_gateway.requests.body_process import BodyProcess
-from headrace_gateway.requests.call import with_usage
-from headrace_gateway.requests.call_fields import bounded_priority
 from headrace_wire.codes import BatchCode, ErrorCode
 
-_FOREVER: Final = 10 * 365 * 86400
-"""Expiry in the envelope of a line, in seconds. The batch enforces its own deadline; the reader must not."""
 _LOST_LIMIT: Final = 3
 """Number of times that a line is sent if its stream disappears before it is read."""
 _LONGEST_PAUSE: Final = 10.0
@@ -161,8 +153,10 @@ class LineRequests:
 
     async def _answer(self, line: BatchLine, answer_id: str, made: list[str]) -> LineAnswer:
         try:
-            body, ignored = await self._generate(line, answer_id, made)
-            return LineAnswer(line.answered(200, answer_id, body, ignored), True, body.get("usage"))
+            answer, ignored = await self._ask(line, answer_id, made)
+            return LineAnswer(
+                line.answered(200, answer_id, answer.body, ignored, answer.truncated), True, answer.body.get("usage")
+            )
         except MalformedEntryError as error:
             return LineAnswer(line.unanswered(BatchCode.UNREADABLE_ANSWER, str(error)), False)
         except QueueUnavailableError:
@@ -187,66 +181,44 @@ class LineRequests:
         digest = hashlib.blake2b(f"{line.id}/{attempt}".encode(), key=self._secret.encode(), digest_size=16)
         return f"{line.api.prefix}{digest.hexdigest()}"
 
-    async def _generate(
-        self, line: BatchLine, answer_id: str, made: list[str]
-    ) -> tuple[dict[str, Any], Collection[str]]:
-        """Return the answer's body, and the fields of the request that were ignored."""
-        model, lora = await self._retrying(partial(self._models.find, line.model, self._key))
-        call = await self._reader.call(line, model, lora)
-        envelope = Envelope.of(call, answer_id, self._key, expires=_FOREVER)
-        envelope = msgspec.structs.replace(envelope, options=with_usage(envelope.options))
-        request_ids = envelope.request_ids
+    async def _ask(self, line: BatchLine, answer_id: str, made: list[str]) -> tuple[WholeAnswer, Collection[str]]:
+        """Return the answer, and the fields of the request that were ignored."""
+        model, lora = await self._retrying(partial(self._models.find, line.model, self._key, line.task))
+        checked = await self._reader.call(line, model, lora)
+        call = line_call(checked, line.api, answer_id, model.name, self._key, self._deadline)
+        request_ids = tuple(call.request_ids)
         made += [request_id for request_id in request_ids if request_id not in made]
-        options: SubmitRequest = {
-            "model": model.name,
-            "tenant": self._key.tenant,
-            "cache_salt": self._key.cache_salt,
-            "priority": bounded_priority(call.priority, self._key),
-            "prefix_key": call.prefix_key,
-        }
-        if self._deadline is not None:
-            options["expires"] = max(1.0, self._deadline - time.time())
-        requests: list[SubmitRequest] = [
-            {**options, "request": request, "request_id": request_id}
-            for request, request_id in zip(call.requests, request_ids, strict=True)
-        ]
-        self._running.add(envelope.request_ids)
+        self._running.add(request_ids)
         try:
-            return await self._read(envelope, line.api, requests), call.ignored
+            return await self._read(call), checked.ignored
         except ApiError:
-            for request_id in request_ids if len(request_ids) > 1 else ():  # nothing waits for the other prompts
+            for request_id in request_ids if len(request_ids) > 1 else ():  # nothing waits for the other requests
                 await self._retrying(partial(self._client.cancel, request_id))
             raise
         finally:
-            self._running.discard(envelope.request_ids)
+            self._running.discard(request_ids)
 
-    async def _read(self, envelope: Envelope, api: Api, requests: list[SubmitRequest]) -> dict[str, Any]:
+    async def _read(self, call: LineCall) -> WholeAnswer:
         """Send the requests and read the answer. The queue drops a second message with the same id."""
-        answer = CompleteAnswer(envelope.options)
         resend_after = self._resend_after
-        async with open_reader(self._hub, envelope, api.stream(envelope)) as reader:
-            was_sent = await self._send(requests)
-            while not reader.has_ended:
+        async with call.open(self._hub) as reading:
+            was_sent = await self._send(call)
+            while not reading.has_ended:
                 try:
-                    chunks = await reader.take(resend_after)
-                except ApiError:  # only a lost stream raises it here
+                    has_more = await reading.take(resend_after)
+                except StreamExpiredError:
                     raise _AnswerLostError(was_sent=was_sent) from None
-                if chunks is None:
+                if not has_more:
                     resend_after = min(2 * resend_after, _LONGEST_RESEND)
-                    await self._send(requests)
-                    continue
-                if reader.error is not None:
-                    raise reader.error
-                for chunk, _ in chunks:
-                    answer.add(chunk)
-        return answer.whole()
+                    await self._send(call)
+        return reading.whole()
 
-    async def _send(self, requests: list[SubmitRequest]) -> bool:
+    async def _send(self, call: LineCall) -> bool:
         """Send the requests, except those that run or have ended. Return whether any was sent."""
         num_sent = 0
-        for request in requests:
+        for number in range(len(call.request_ids)):
             with contextlib.suppress(UsedRequestIdError):  # an earlier holder of the claim sent it
-                await self._retrying(partial(self._client.submit_many, [request]))
+                await self._retrying(partial(call.send, self._client, number))
                 num_sent += 1
         return num_sent > 0
 

@@ -41,6 +41,7 @@ async def check_input(
     bodies: BodyProcess | None = None,
     endpoint: str | None = None,
     max_lines: int | None = None,
+    max_inputs: int | None = None,
     strict: bool = False,
 ) -> CheckedInput:
     """Check every line.
@@ -49,6 +50,7 @@ async def check_input(
         bodies: reads the large lines; None: this process reads them.
         endpoint: the `url` that all lines must have; None: any.
         max_lines: number of lines that the input may have; None: no limit.
+        max_inputs: number of inputs that its pooling calls may have together; None: no limit.
         strict: refuse fields that would be ignored.
 
     Raises InputRefusedError with the problems, QueueUnavailableError if the models cannot be read from Redis.
@@ -56,13 +58,18 @@ async def check_input(
     known: dict[str, KnownLine] = {}
     named: set[str] = set()
     problems: list[LineProblem] = []
-    num_problems = 0
+    num_problems = num_inputs = 0
     reader = LineReader(bodies, key)
     async for number, raw in source.read(max_lines=max_lines):
-        problem = await _check_line(number, raw, reader, known, named, models, key, endpoint, strict)
-        if problem is not None:
+        checked = await _check_line(number, raw, reader, known, named, models, key, endpoint, strict)
+        if isinstance(checked, LineProblem):
             num_problems += 1
-            problems += [problem] if len(problems) < _SHOWN else []
+            problems += [checked] if len(problems) < _SHOWN else []
+        else:
+            num_inputs += checked
+    if max_inputs is not None and num_inputs > max_inputs:
+        message = f"its lines have {num_inputs} inputs, more than {max_inputs}: split it into several batches"
+        problems, num_problems = [LineProblem(None, BatchCode.TOO_MANY_TASKS, message), *problems], num_problems + 1
     if not known and not num_problems:
         problems, num_problems = [LineProblem(None, BatchCode.EMPTY_FILE, "it has no lines")], 1
     if problems:
@@ -80,7 +87,8 @@ async def _check_line(
     key: ApiKey,
     endpoint: str | None,
     strict: bool,
-) -> LineProblem | None:
+) -> LineProblem | int:
+    """Return the number of inputs of the line, or its problem."""
     try:
         line = await reader.line(raw)
         if endpoint is not None and line.url != endpoint:
@@ -88,7 +96,7 @@ async def _check_line(
         first = known.setdefault(line.custom_id, KnownLine(number, line.id))
         if first.number != number:
             return _duplicate(number, line.custom_id, first)
-        model, lora = await models.find(line.model, key)
+        model, lora = await models.find(line.model, key, line.task)
         ignored = (await reader.call(line, model, lora)).ignored
         if strict and ignored:
             raise refusal_of(ignored)
@@ -98,7 +106,7 @@ async def _check_line(
         if endpoint is not None and error.code == BatchCode.INVALID_URL:
             return _other_url(number, endpoint)
         return _problem(number, error)
-    return None
+    return line.num_inputs
 
 
 def _other_url(number: int, endpoint: str) -> LineProblem:

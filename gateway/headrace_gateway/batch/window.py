@@ -1,6 +1,7 @@
 """Limits the lines in the queue, and shares the limit fairly among the batches of a process.
 
-A line takes one slot per 64 KiB of its size, rounded up, because it is in the memory of the process and of Redis.
+A line takes one slot per 64 KiB of its size, or per 16 inputs, rounded up, because it and its answer are in the memory
+of the process and of Redis. 16 embeddings of 1,024 numbers have 64 KiB.
 """
 
 import asyncio
@@ -11,6 +12,8 @@ from typing import Final
 from headrace_gateway.batch.line import BatchLine
 from headrace_gateway.batch.line_request import LineAnswer, LineRequests, LineStoppedError
 from headrace_gateway.requests.body import SMALL_BYTES
+
+_SLOT_INPUTS: Final = 16
 
 
 class SharedWindow:
@@ -87,7 +90,7 @@ def _num_taken(share: Share) -> int:
 
 
 def _slots(line: BatchLine) -> int:
-    return 1 + (len(line.raw) - 1) // SMALL_BYTES
+    return max(-(-len(line.raw) // SMALL_BYTES), -(-line.num_inputs // _SLOT_INPUTS))
 
 
 async def answer_lines(

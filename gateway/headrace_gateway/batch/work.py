@@ -48,6 +48,8 @@ from headrace_monitoring.gateway_metrics import GatewayMetrics
 from headrace_wire.codes import BatchCode
 
 MAX_LINES: Final = 50_000
+MAX_INPUTS: Final = 50_000
+"""Inputs of all pooling calls of a batch. OpenAI has the same limits."""
 _LOOK_SECONDS: Final = 1.0
 _STOP_SECONDS: Final = 10.0
 """Seconds that a stopped batch waits for the answers of requests that it has cancelled."""
@@ -195,6 +197,7 @@ class BatchWork:
                         bodies=self._context.bodies,
                         endpoint=record.endpoint,
                         max_lines=MAX_LINES,
+                        max_inputs=MAX_INPUTS,
                         strict=self._context.strict,
                     )
             except QueueUnavailableError as error:

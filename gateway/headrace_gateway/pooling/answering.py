@@ -4,14 +4,15 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from headrace_broker import AsyncClient, QueueUnavailableError, RequestFailedError, StreamExpiredError
 from headrace_broker.client.pooling_calls import PoolingCall, pooling_call
 from headrace_broker.pooling_results import Pooled
 from headrace_broker.streams.events import EndEvent
-from headrace_broker.streams.hub import StreamHub
+from headrace_broker.streams.hub import StreamHub, Subscription
 from headrace_gateway.answers.reader import LATE_SECONDS
 from headrace_gateway.errors import ApiError
 from headrace_gateway.http.broker_errors import api_error_of, api_error_of_end
@@ -30,42 +31,69 @@ def call_of(body: PoolingBody, options: Mapping[str, Any]) -> PoolingCall:
     return pooling_call(body.task, body.inputs, {**body.queue_options, **options}, None)
 
 
-async def pooled_of(
-    hub: StreamHub,
-    body: PoolingBody,
-    call: PoolingCall,
-    request_ids: Sequence[str],
-    *,
-    seconds: float | None = None,
-    on_tokens: Callable[[int], None] = lambda _: None,
-) -> Pooled:
-    """Wait for the rows of submitted messages, given in the order of `call.submissions`.
+class PooledReader:
+    """Reads the rows of submitted messages for one client."""
+
+    def __init__(
+        self, body: PoolingBody, call: PoolingCall, request_ids: Sequence[str], subscription: Subscription
+    ) -> None:
+        self._body: Final = body
+        self._answer: Final = call.answer(request_ids)
+        self._firsts: Final = dict(zip(request_ids, call.firsts, strict=True))
+        self._subscription: Final = subscription
+        self.num_tokens = 0
+        """Tokens of the messages that have ended."""
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._subscription.request_ids
+
+    async def take(self, timeout: float | None) -> bool:
+        """Take the rows that have arrived; False if none arrive within `timeout` seconds.
+
+        Raises ApiError if a message fails or expires, and StreamExpiredError if its stream is gone.
+        """
+        events = await self._subscription.take(timeout)
+        for request_id, event in events:
+            if isinstance(event, EndEvent) and event.usage is not None:
+                self.num_tokens += event.usage.prompt_tokens
+            try:
+                self._answer.add(request_id, event)
+            except RequestFailedError as error:
+                raise _failure(error, self._body, self._firsts[request_id]) from None
+        return bool(events)
+
+    def pooled(self) -> Pooled:
+        """Return the rows of all messages. Call it when all have ended."""
+        return self._answer.pooled()
+
+
+@asynccontextmanager
+async def open_pooled_reader(
+    hub: StreamHub, body: PoolingBody, call: PoolingCall, request_ids: Sequence[str]
+) -> AsyncIterator[PooledReader]:
+    """Open the streams of messages, given in the order of `call.submissions`, at their first entries."""
+    async with hub.subscribe(dict.fromkeys(request_ids, "0-0")) as subscription:
+        yield PooledReader(body, call, request_ids, subscription)
+
+
+async def pooled_of(reader: PooledReader, seconds: float) -> Pooled:
+    """Wait for the rows of all messages.
 
     Args:
-        seconds: the deadline of the messages, from now; None: wait without a limit.
-        on_tokens: called with the tokens of each message that has ended.
+        seconds: the deadline of the messages, from now.
 
     Raises ApiError if one of the messages fails or expires.
     """
-    answer = call.answer(request_ids)
-    firsts = dict(zip(request_ids, call.firsts, strict=True))
-    deadline = None if seconds is None else time.monotonic() + seconds + LATE_SECONDS
-    async with hub.subscribe(dict.fromkeys(request_ids, "0-0")) as subscription:
-        while subscription.request_ids:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            events = await subscription.take(left)
-            if not events and left is not None and time.monotonic() >= (deadline or 0):
-                raise api_error_of_end(ErrorCode.EXPIRED, "no worker answered the request before its deadline")
-            for request_id, event in events:
-                if isinstance(event, EndEvent) and event.usage is not None:
-                    on_tokens(event.usage.prompt_tokens)
-                try:
-                    answer.add(request_id, event)
-                except RequestFailedError as error:
-                    raise _failure(error, body, firsts[request_id]) from None
-                except StreamExpiredError as error:
-                    raise api_error_of(error) from None
-    return answer.pooled()
+    deadline = time.monotonic() + seconds + LATE_SECONDS
+    while not reader.has_ended:
+        try:
+            has_more = await reader.take(max(0.0, deadline - time.monotonic()))
+        except StreamExpiredError as error:
+            raise api_error_of(error) from None
+        if not has_more and time.monotonic() >= deadline:
+            raise api_error_of_end(ErrorCode.EXPIRED, "no worker answered the request before its deadline")
+    return reader.pooled()
 
 
 async def cancel_all(client: AsyncClient, request_ids: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from headrace_gateway.errors import invalid
 from headrace_gateway.generation import require_redis
 from headrace_gateway.http.json import JsonResponse
 from headrace_gateway.keys.api_key import ApiKey
-from headrace_gateway.pooling.answering import call_of, cancel_all, pooled_of
+from headrace_gateway.pooling.answering import call_of, cancel_all, open_pooled_reader, pooled_of
 from headrace_gateway.pooling.classes import CLASSIFY
 from headrace_gateway.pooling.cohere import COHERE_EMBED, COHERE_EMBED_V1
 from headrace_gateway.pooling.embeddings import EMBEDDINGS
@@ -50,7 +50,7 @@ async def create(request: Request, api: PoolingApi) -> Response:
             report_ignored(request, body.ignored)
             call = call_of(body, _queue_options(body, model.name, key, headers, api))
             await counted.enter_async_context(_counted(gateway, key, call, headers))
-            request_ids = await gateway.client.submit_pooling(call)
+            request_ids = await gateway.client.submit_pooling(call.submissions)
         work = partial(_answered, gateway, key, api, body, call, request_ids, headers)
         return await unless_disconnected(request.receive, work)
 
@@ -104,16 +104,13 @@ async def _answered(
     headers: CallHeaders,
 ) -> Response:
     """Wait for the rows, charge their tokens to the key, and write the answer."""
-    tokens = 0
-
-    def count(more: int) -> None:
-        nonlocal tokens
-        tokens += more
-
     pooled = None
     try:
-        async with gateway.limits.charging(key, request_ids[0], lambda: tokens):
-            pooled = await pooled_of(gateway.hub, body, call, request_ids, seconds=headers.expires, on_tokens=count)
+        async with (
+            open_pooled_reader(gateway.hub, body, call, request_ids) as reader,
+            gateway.limits.charging(key, request_ids[0], lambda: reader.num_tokens),
+        ):
+            pooled = await pooled_of(reader, headers.expires)
     finally:
         if pooled is None and headers.idempotency_key is None:  # nobody else can read the answer
             await asyncio.shield(cancel_all(gateway.client, request_ids))

@@ -17,19 +17,19 @@ from headrace_broker.streams.writer import StreamWrite, StreamWriter
 HELD_MODEL = "held"
 
 
-def register_held_model(client: "redis.Redis") -> None:
+def register_held_model(client: "redis.Redis", task: str = "generate") -> None:
     """Register it, and forget what earlier tests have sent to it."""
     for key in client.scan_iter(f"*{queue_name(HELD_MODEL)}*"):
         client.delete(key)
-    register_model(client, HELD_MODEL, max_model_len=999, worker="w", seen=time.time())
+    register_model(client, HELD_MODEL, max_model_len=999, worker="w", seen=time.time(), tasks=(task,))
 
 
 def forget_held_model(client: "redis.Redis") -> None:
     client.hdel(MODELS_KEY, HELD_MODEL)
 
 
-def answer_held_line(client: "redis.Redis") -> None:
-    """Play its worker for one request that has not ended, which gets four tokens."""
+def answer_held_line(client: "redis.Redis", row: bytes | None = None) -> None:
+    """Play its worker for one request that has not ended, which gets four tokens, or one row of float32."""
     leases, writer = Leases(client, lease_seconds=60, delivery_limit=5), StreamWriter(client, 600)
     is_answered = False
     while not is_answered:
@@ -37,10 +37,16 @@ def answer_held_line(client: "redis.Redis") -> None:
             request_id = json.loads(message.body)["headers"]["id"]
             claim = writer.claim(request_id, "w")
             if claim.ended is None:
-                chunk = StreamWrite.chunk(
-                    request_id, claim.attempt, 4, index=0, token_ids=[1, 2, 3, 4], text="four", finish_reason="stop"
+                num_done, num_tokens = (4, 4) if row is None else (1, 0)
+                chunk = (
+                    StreamWrite.chunk(
+                        request_id, claim.attempt, 4, index=0, token_ids=[1, 2, 3, 4], text="four", finish_reason="stop"
+                    )
+                    if row is None
+                    else StreamWrite.rows(request_id, claim.attempt, 0, 1, row)
                 )
-                end = StreamWrite.end(request_id, claim.attempt, 4, finish_reason="stop", usage=Usage(3, 0, 4))
+                usage = Usage(3, 0, num_tokens)
+                end = StreamWrite.end(request_id, claim.attempt, num_done, finish_reason="stop", usage=usage)
                 writer.publish([chunk, end])
                 is_answered = True
             leases.ack(message.lease_id)

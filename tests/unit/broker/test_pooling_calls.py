@@ -79,13 +79,17 @@ def test_a_large_call_of_pairs_keeps_each_query_with_its_document() -> None:
         assert last.inputs[-1] == (expected, "d299")
 
 
-def test_the_messages_of_a_call_have_different_idempotency_keys_and_no_chosen_id() -> None:
+def test_the_messages_of_a_call_have_different_idempotency_keys_and_ids() -> None:
     keys = [submission.headers["idempotency_key"] for submission in embed(["x"] * 300, idempotency_key="k").submissions]
     assert keys == ["k:0", "k:1"]
     [only] = embed(["x"], idempotency_key="k", request_id="r1").submissions
     assert (only.headers["idempotency_key"], only.request_id) == ("k", "r1")
-    with pytest.raises(InvalidRequestError, match="request_id must be absent: the call becomes 2 messages"):
-        embed(["x"] * 300, request_id="r1")
+    many = embed(["x"] * 600, request_id="r1").submissions
+    assert [each.request_id for each in many] == ["r1", "r1.1", "r1.2"]
+    assert all(each.has_given_id for each in many)
+    assert len({each.request_id for each in embed(["x"] * 600).submissions}) == 3
+    with pytest.raises(InvalidRequestError, match="request_id must be 1 to 128 of the characters"):
+        embed(["x"] * 300, request_id="r" * 127)
 
 
 def test_all_problems_of_a_call_are_named_at_once_with_the_indices_of_the_call() -> None:

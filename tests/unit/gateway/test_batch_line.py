@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from headrace_broker.pooling_messages import PoolingRequest
 from headrace_gateway import ApiError
-from headrace_gateway.batch.line import ENDPOINTS, MAX_LINE_BYTES, BatchLine, read_call, read_line
-from headrace_gateway.requests.call import ChatOptions, CompletionOptions
+from headrace_gateway.batch.line import MAX_LINE_BYTES, BatchLine, read_call, read_line
+from headrace_gateway.pooling.pooling_body import PoolingBody
+from headrace_gateway.requests.call import Call, ChatOptions, CompletionOptions
 from unit.gateway.bodies import CHAT, COMPLETION, model
 
 LINE: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": CHAT}
@@ -25,7 +27,7 @@ def read(**changes: Any) -> BatchLine:
         ({"custom_id": 5}, "invalid_custom_id", "custom_id"),
         ({"custom_id": "x" * 513}, "invalid_custom_id", "custom_id"),
         ({"method": "GET"}, "invalid_method", "method"),
-        ({"url": "/v1/embeddings"}, "invalid_url", "url"),
+        ({"url": "/v2/embed"}, "invalid_url", "url"),
         ({"url": ["/v1/completions"]}, "invalid_url", "url"),
         ({"body": "text"}, "invalid_request", "body"),
         ({"body": {**CHAT, "stream": True}}, "invalid_request", "body.stream"),
@@ -51,12 +53,56 @@ def test_a_line_over_the_maximum_length_is_refused() -> None:
 
 
 def test_a_body_is_read_as_its_endpoint_reads_it() -> None:
-    assert isinstance(read_call(read().raw, model(), None).options, ChatOptions)
-    completion = read(url="/v1/completions", body=COMPLETION)
-    assert isinstance(read_call(completion.raw, model(), None).options, CompletionOptions)
+    chat, completion = read(), read(url="/v1/completions", body=COMPLETION)
+    for line, options in ((chat, ChatOptions), (completion, CompletionOptions)):
+        call = read_call(line.raw, model(), None)
+        assert isinstance(call, Call)
+        assert isinstance(call.options, options)
     with pytest.raises(ApiError, match="temperature"):
         read_call(read(body={**CHAT, "temperature": -1}).raw, model(), None)
-    assert set(ENDPOINTS) == {"/v1/chat/completions", "/v1/completions", "/v1/responses"}
+
+
+POOLED: list[tuple[str, dict[str, Any], str, int]] = [
+    ("/v1/embeddings", {"input": "mill"}, "embed", 1),
+    ("/v1/embeddings", {"input": [5, 6, 7]}, "embed", 1),
+    ("/v1/embeddings", {"input": [[5], [6, 7]]}, "embed", 2),
+    ("/v1/rerank", {"query": "mill", "documents": ["river", "wheel", "dam"]}, "score", 3),
+    ("/v1/score", {"text_1": "mill", "text_2": ["river", "wheel"]}, "score", 2),
+    ("/v1/score", {"queries": ["mill", "dam"], "items": ["river", "wheel"]}, "score", 2),
+    ("/v1/classify", {"input": ["mill", "river"]}, "classify", 2),
+]
+
+
+@pytest.mark.parametrize(("url", "body", "task", "num_inputs"), POOLED)
+def test_a_pooling_line_knows_its_task_and_counts_its_inputs(
+    url: str, body: dict[str, Any], task: str, num_inputs: int
+) -> None:
+    line = read(url=url, body={"model": "m", **body})
+    assert (line.task, line.num_inputs) == (task, num_inputs)
+    call = read_call(line.raw, model(), None)
+    assert isinstance(call, PoolingBody)
+    assert call.task == task
+    assert len(PoolingRequest.parse(call.task, call.given, is_call=True).inputs) == num_inputs
+    assert (read().task, read().num_inputs) == ("generate", 0)
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "param"),
+    [
+        ("/v1/embeddings", {"input": ["mill", ""]}, "input[1]"),
+        ("/v1/embeddings", {"input": []}, "input"),
+        ("/v1/embeddings", {"input": 5}, "input"),
+        ("/v1/classify", {}, "input"),
+        ("/v1/rerank", {"query": "mill", "documents": "river"}, "documents"),
+        ("/v1/rerank", {"query": "mill", "texts": ["river"]}, "body.texts"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1"),
+    ],
+)
+def test_a_wrong_pooling_line_is_refused_as_its_endpoint_refuses_it(url: str, body: dict[str, Any], param: str) -> None:
+    line = read(url=url, body={"model": "m", **body})
+    with pytest.raises(ApiError) as refused:
+        read_call(line.raw, model(), None)
+    assert refused.value.param == param
 
 
 def test_a_line_far_larger_than_the_context_of_its_model_is_refused() -> None:

@@ -1,0 +1,171 @@
+"""The requests of one checked line, and the reader of the answer that they have together: one class for each kind."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from headrace_broker import AsyncClient, StreamExpiredError, SubmitRequest
+from headrace_broker.streams.hub import StreamHub
+from headrace_gateway.answers.complete_answer import CompleteAnswer
+from headrace_gateway.answers.envelope import Envelope
+from headrace_gateway.answers.reader import AnswerReader, open_reader
+from headrace_gateway.errors import ApiError
+from headrace_gateway.generation import Api
+from headrace_gateway.keys.api_key import ApiKey
+from headrace_gateway.pooling.answering import PooledReader, call_of, open_pooled_reader
+from headrace_gateway.pooling.pooling_body import PoolingApi, PoolingBody
+from headrace_gateway.requests.call import Call, with_usage
+from headrace_gateway.requests.call_fields import bounded_priority
+
+_FOREVER: Final = 10 * 365 * 86400
+"""Expiry in the envelope of a line, in seconds. The batch enforces its own deadline; the reader must not."""
+
+
+class WholeAnswer(NamedTuple):
+    """The answer of a line."""
+
+    body: dict[str, Any]
+    truncated: Sequence[int] = ()
+    """Indices of the inputs that were cut."""
+
+
+class LineReading(ABC):
+    """Reads the answer of one line."""
+
+    @property
+    @abstractmethod
+    def has_ended(self) -> bool: ...
+
+    @abstractmethod
+    async def take(self, timeout: float) -> bool:
+        """Take what has arrived; False if nothing arrives within `timeout` seconds.
+
+        Raises ApiError if a request failed, and StreamExpiredError if its stream is gone.
+        """
+
+    @abstractmethod
+    def whole(self) -> WholeAnswer:
+        """Return the answer. Call it when it has ended."""
+
+
+class LineCall(ABC):
+    """The requests of one line."""
+
+    request_ids: Sequence[str]
+
+    @abstractmethod
+    async def send(self, client: AsyncClient, number: int) -> None:
+        """Put the request with this index into the queue."""
+
+    @abstractmethod
+    def open(self, hub: StreamHub) -> AbstractAsyncContextManager[LineReading]:
+        """Open the streams of the requests at their first entries."""
+
+
+def line_call(
+    checked: Call | PoolingBody, api: Api | PoolingApi, answer_id: str, model: str, key: ApiKey, deadline: float | None
+) -> LineCall:
+    """Return the requests of a line. Their ids are `answer_id`, `<answer_id>.1` and so on.
+
+    Args:
+        api: the API of the line, which has read `checked`.
+        model: served name.
+        deadline: Unix seconds after which the queue drops the requests; None: never.
+    """
+    options: SubmitRequest = {
+        "model": model,
+        "tenant": key.tenant,
+        "priority": bounded_priority(checked.priority, key),
+    }
+    if deadline is not None:
+        options["expires"] = max(1.0, deadline - time.time())
+    if isinstance(checked, PoolingBody):
+        return _PoolingCall(checked, options, answer_id)
+    assert isinstance(api, Api)
+    return _Generation(checked, api, options, Envelope.of(checked, answer_id, key, expires=_FOREVER), key)
+
+
+class _Generation(LineCall):
+    """A request for each prompt."""
+
+    def __init__(self, call: Call, api: Api, options: SubmitRequest, envelope: Envelope, key: ApiKey) -> None:
+        self._api: Final = api
+        self._envelope: Final = msgspec.structs.replace(envelope, options=with_usage(envelope.options))
+        self.request_ids = envelope.request_ids
+        options = {**options, "cache_salt": key.cache_salt, "prefix_key": call.prefix_key}
+        self._requests: Final[list[SubmitRequest]] = [
+            {**options, "request": request, "request_id": request_id}
+            for request, request_id in zip(call.requests, self.request_ids, strict=True)
+        ]
+
+    async def send(self, client: AsyncClient, number: int) -> None:
+        await client.submit_many([self._requests[number]])
+
+    @asynccontextmanager
+    async def open(self, hub: StreamHub) -> AsyncIterator[LineReading]:
+        async with open_reader(hub, self._envelope, self._api.stream(self._envelope)) as reader:
+            yield _GenerationReading(reader, self._envelope)
+
+
+class _GenerationReading(LineReading):
+    def __init__(self, reader: AnswerReader, envelope: Envelope) -> None:
+        self._reader: Final = reader
+        self._id: Final = envelope.id
+        self._answer: Final = CompleteAnswer(envelope.options)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._reader.has_ended
+
+    async def take(self, timeout: float) -> bool:
+        try:
+            chunks = await self._reader.take(timeout)
+        except ApiError:  # only a lost stream raises it here
+            raise StreamExpiredError(self._id, "0-0") from None
+        if self._reader.error is not None:
+            raise self._reader.error
+        for chunk, _ in chunks or ():
+            self._answer.add(chunk)
+        return chunks is not None
+
+    def whole(self) -> WholeAnswer:
+        return WholeAnswer(self._answer.whole())
+
+
+class _PoolingCall(LineCall):
+    """The messages of a pooling call. A line is divided into the same messages whenever it is read."""
+
+    def __init__(self, body: PoolingBody, options: SubmitRequest, answer_id: str) -> None:
+        self._body: Final = body
+        self._call: Final = call_of(body, {**options, "request_id": answer_id})
+        self.request_ids = [each.request_id for each in self._call.submissions]
+
+    async def send(self, client: AsyncClient, number: int) -> None:
+        await client.submit_pooling(self._call.submissions[number : number + 1])
+
+    @asynccontextmanager
+    async def open(self, hub: StreamHub) -> AsyncIterator[LineReading]:
+        async with open_pooled_reader(hub, self._body, self._call, self.request_ids) as reader:
+            yield _PoolingReading(reader, self._body, self.request_ids[0])
+
+
+class _PoolingReading(LineReading):
+    def __init__(self, reader: PooledReader, body: PoolingBody, answer_id: str) -> None:
+        self._reader: Final = reader
+        self._body: Final = body
+        self._id: Final = answer_id
+
+    @property
+    def has_ended(self) -> bool:
+        return self._reader.has_ended
+
+    async def take(self, timeout: float) -> bool:
+        return await self._reader.take(timeout)
+
+    def whole(self) -> WholeAnswer:
+        pooled = self._reader.pooled()
+        return WholeAnswer(self._body.answer(pooled, self._id), pooled.truncated)

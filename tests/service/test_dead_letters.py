@@ -8,6 +8,7 @@ import redis
 from click.testing import CliRunner, Result
 
 from headrace_broker.client.client import Client
+from headrace_broker.client.pooling_calls import pooling_call
 from headrace_broker.keys import engine_losses_key, listener_key, queue_lists, queue_name, result_key, stream_key
 from headrace_broker.queue.leases import Leases
 from headrace_broker.results import ErrorInfo
@@ -62,6 +63,23 @@ def test_a_requeued_letter_is_abandoned_no_earlier_than_a_new_request(
     redis_client.set(listener_key("a"), "30", ex=100)  # no subscriber's heartbeat for almost a day
     client.requeue_dead_letters(client.dead_letters())
     assert Listeners(redis_client).silence({"a": 30.0})["a"] < 30
+
+
+def test_a_letter_names_its_task_unless_the_message_has_an_unknown_one(
+    client: Client, redis_client: "redis.Redis"
+) -> None:
+    lists = queue_lists(queue_name(MODEL))
+    client.submit("x")
+    client.submit_pooling(pooling_call("embed", {"input": "x"}, {"model": MODEL}, None).submissions)
+    client.submit("x")
+    [body, *others] = redis_client.lrange(lists[0], 0, -1)
+    redis_client.delete(lists[0])
+    redis_client.rpush(lists[0], body.replace(b"headrace.generate", b"<script>alert(1)"), *others)
+    leases = Leases(redis_client, lease_seconds=60, delivery_limit=5)
+    for message in leases.fetch(lists, 3):
+        leases.dead_letter(message.lease_id, DeadLetterReason.POISON, "killed")
+    tasks = [letter.summary()["task"] for letter in client.dead_letters()]
+    assert sorted(tasks, key=str) == [None, "headrace.embed", "headrace.generate"]
 
 
 @pytest.mark.parametrize("is_taken", [True, False])

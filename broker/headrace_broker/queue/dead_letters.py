@@ -19,6 +19,8 @@ from headrace_broker.keys import (
     result_key,
     stream_key,
 )
+from headrace_broker.messages import TASK_NAME
+from headrace_broker.pooling_messages import TASK_OF
 from headrace_broker.queue.message_envelope import content_digest, legible_envelope, request_id_of
 from headrace_broker.results import ErrorInfo
 from headrace_broker.scripts import script
@@ -56,6 +58,12 @@ class DeadLetter:
         return request_id_of(self._envelope)
 
     @property
+    def task(self) -> str | None:
+        """The name of the Celery task; None if the message has none of ours."""
+        task = self.headers.get("task")
+        return task if isinstance(task, str) and task in (TASK_NAME, *TASK_OF) else None
+
+    @property
     def answered_id(self) -> str | None:
         """In `Leases.on_dead_letter`: the request that gets the error; None if its id belongs to another message."""
         is_other = self.reason in _DUPLICATES or self.bound_id != self.request_id
@@ -77,6 +85,7 @@ class DeadLetter:
         return {
             "letter_id": self.letter_id,
             "request_id": self.request_id,
+            "task": self.task,
             "reason": self.reason,
             "queue": self.queue,
             "deliveries": self.deliveries,

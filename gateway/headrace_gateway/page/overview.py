@@ -58,7 +58,7 @@ async def request_status(request: Request) -> Response:
     return JsonResponse({"object": "headrace.request", "id": request_id, **about, "requests": states})
 
 
-_STATUS: Final = ("state", "attempt", "tokens", "finish_reason")
+_STATUS: Final = ("state", "attempt", "tokens", "rows", "finish_reason")
 
 
 async def cancel(request: Request) -> Response:

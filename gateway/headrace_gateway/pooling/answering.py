@@ -20,6 +20,7 @@ from headrace_gateway.pooling.pooling_body import CUT_END, PoolingBody
 from headrace_wire.codes import ErrorCode
 
 _FIELD: Final = re.compile(r"\b(input|documents|queries|query|max_tokens)\b(?:\[(\d+)\])?")
+_ABOUT_FIELDS: Final = (ErrorCode.INVALID_REQUEST, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
 
 
 def call_of(body: PoolingBody, options: Mapping[str, Any]) -> PoolingCall:
@@ -110,9 +111,8 @@ def _failure(error: RequestFailedError, body: PoolingBody, first: int) -> ApiErr
         return name if found[2] is None else f"{name}[{int(found[2]) + first}]"
 
     message = _FIELD.sub(named, error.message).replace(CUT_END, body.names.get(CUT_END, CUT_END))
-    field = _FIELD.search(error.message) if error.code == ErrorCode.INVALID_REQUEST else None
-    inputs = "documents" if body.task == "score" else "input"
-    failure = api_error_of_end(error.code, message, prompt_field=body.names.get(inputs, inputs))
-    if field is None or failure.param is not None:
+    failure = api_error_of_end(error.code, message)
+    field = _FIELD.search(error.message) if error.code in _ABOUT_FIELDS else None
+    if field is None:
         return failure
     return ApiError(failure.status, failure.kind, failure.code, message, param=named(field), headers=failure.headers)

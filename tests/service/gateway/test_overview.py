@@ -150,7 +150,7 @@ def test_a_request_is_shown_to_its_own_key_and_to_administrators(ask: Ask, clien
     for key in ("acme", "admin"):
         answer = ask(key, f"/headrace/requests/{ID}")
         [one] = answer.json()["requests"]
-        assert one == {"id": ID, "state": "pending", "attempt": 0, "tokens": 0, "finish_reason": None}
+        assert one == {"id": ID, "state": "pending", "attempt": 0, "tokens": 0, "rows": 0, "finish_reason": None}
         assert "Zanzibar" not in answer.text
 
 

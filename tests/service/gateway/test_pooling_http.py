@@ -162,6 +162,27 @@ def test_errors_name_what_to_do(http: httpx2.Client, path: str, body: Any, statu
     assert told in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {"model": BI, "input": LONG}, "input[0]"),
+        ("/v1/embeddings", {"model": BI, "input": ["mill"] * 299 + [LONG]}, "input[299]"),
+        ("/v2/embed", {"model": BI, "texts": ["mill", LONG], "truncate": "NONE"}, "texts[1]"),
+        (
+            "/v1/rerank",
+            {"model": CROSS, "query": "mill", "documents": ["a", LONG], "truncation": False},
+            "documents[1]",
+        ),
+    ],
+)
+def test_an_input_that_is_too_long_is_named_by_its_field_and_index(
+    http: httpx2.Client, path: str, body: Any, param: str
+) -> None:
+    error = http.post(path, json=body).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+    assert f"{param} has " in error["message"]
+
+
 def test_tei_errors_are_in_its_format(http: httpx2.Client) -> None:
     long = http.post("/embed", json={"inputs": ["mill", LONG]})
     assert (long.status_code, long.json()["error_type"]) == (413, "validation")

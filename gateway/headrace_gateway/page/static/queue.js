@@ -135,7 +135,9 @@ async function lookUp() {
   const found = await ask(requestPath());
   return found.requests.map((one) => {
     const attempt = one.attempt > 1 ? `, attempt ${one.attempt}` : "";
-    return `${one.state}${one.finish_reason ? ` (${one.finish_reason})` : ""}, ${one.tokens} tokens${attempt}`;
+    const [unit, count] = one.rows ? ["rows", one.rows] : ["tokens", one.tokens];
+    const done = count ? `, ${count} ${unit}` : "";
+    return `${one.state}${one.finish_reason ? ` (${one.finish_reason})` : ""}${done}${attempt}`;
   }).join("; ");
 }
 

@@ -205,7 +205,7 @@ async def _open_gateway(
             async with (
                 watch.watching(redis),
                 webhooks.running(),
-                running(keep_running(collector.run)),
+                running(keep_running(collector.run), keep_running(gateway.read.run)),
                 running_batches(gateway, app.state.files, app.state.batches),
             ):
                 yield gateway

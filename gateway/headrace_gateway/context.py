@@ -13,6 +13,7 @@ from headrace_gateway.answers.response_store import ResponseStore
 from headrace_gateway.keys.api_key import ApiKey
 from headrace_gateway.keys.limits import BODIES_AT_ONCE, BodyBytes, RateLimits, StoredBytes
 from headrace_gateway.keys.model_catalog import ModelCatalog, QueueView
+from headrace_gateway.redis.read_requests import ReadRequests
 from headrace_gateway.requests.body_process import BodyProcess
 from headrace_gateway.settings import GatewaySettings
 from headrace_gateway.webhooks.event_publisher import Webhooks
@@ -38,6 +39,7 @@ class Gateway:
     tokenizers: TokenizerClient
     webhooks: Webhooks
     stored: StoredBytes = field(init=False)
+    read: ReadRequests = field(init=False)
     bodies: BodyProcess = field(default_factory=BodyProcess)
     body_bytes: BodyBytes = field(init=False)
     queues: QueueView = field(init=False)
@@ -45,6 +47,7 @@ class Gateway:
     def __post_init__(self) -> None:
         self.body_bytes = BodyBytes(BODIES_AT_ONCE * self.settings.max_body_bytes)
         self.queues = QueueView(self.client)
+        self.read = ReadRequests(self.redis)
         self.stored = StoredBytes(self.redis, self.settings.max_stored_bytes)
 
 

@@ -35,7 +35,7 @@ from headrace_gateway.requests.request_size import encoded_bytes, request_bytes
 from headrace_wire.codes import ErrorCode
 
 _PLAIN_WAIT: Final = 3600.0
-_REFUSALS: Final = (ApiError, InvalidRequestError, UnknownModelError, QueueFullError)
+REFUSALS: Final = (ApiError, InvalidRequestError, UnknownModelError, QueueFullError)
 """Errors after which nothing was put into the queue."""
 
 
@@ -99,7 +99,7 @@ async def submit(
     try:
         await _keep(gateway, envelope, call)
         accepted = await _send(gateway, requests)
-    except _REFUSALS:  # after any other error the request may still be in the queue
+    except REFUSALS:  # after any other error the request may still be in the queue
         await forget(gateway, envelope)
         raise
     if accepted[0] == answer_id:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from headrace_broker.keys import ended_key, result_key, stream_key
 from headrace_gateway.batch.record import Batch, BatchRecord, Committed
 from headrace_gateway.errors import ApiError, HeadraceGatewayError
 from headrace_gateway.files.stored_files import owner_of
@@ -19,6 +18,7 @@ from headrace_gateway.http.broker_errors import NO_RETRY, not_found
 from headrace_gateway.keys.api_key import ApiKey
 from headrace_gateway.redis.claims import Claim, Claims
 from headrace_gateway.redis.keys import BATCH_SECONDS, REDIS_ID_KEY, batch_key, batches_key, script
+from headrace_gateway.redis.read_requests import expire_requests
 from headrace_wire.codes import GatewayCode
 
 if TYPE_CHECKING:
@@ -33,8 +33,6 @@ MOST_OPEN: Final = 16
 """Batches of one key that may be open at the same time."""
 _MOST_KEPT: Final = 1000
 """Batches of one key that are stored. A new one replaces the oldest that has ended."""
-_REQUEST_SECONDS: Final = 30
-"""Seconds for which Redis keeps the requests of a committed line. The worker may still have to store the result."""
 _ID: Final = re.compile(r"batch_[0-9a-f]{32}")
 _SEGMENT: Final = "seg:"
 _AT: Final = "at:"
@@ -113,11 +111,7 @@ class BatchStore:
 
     async def expire_requests(self, request_ids: Sequence[str]) -> None:
         """Let the requests of a line expire once its answer is committed: nothing reads them again."""
-        async with self._client.pipeline(transaction=False) as pipe:
-            for request_id in request_ids:
-                for key in (stream_key(request_id), result_key(request_id), ended_key(request_id)):
-                    pipe.expire(key, _REQUEST_SECONDS, lt=True)
-            await pipe.execute()
+        await expire_requests(self._client, request_ids)
 
     async def redis_id(self, new: str | None = None) -> str | None:
         """Return the random id of this Redis. If it has none, `new` becomes its id."""

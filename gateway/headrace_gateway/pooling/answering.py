@@ -11,7 +11,7 @@ from typing import Any, Final
 from headrace_broker import AsyncClient, QueueUnavailableError, RequestFailedError, StreamExpiredError
 from headrace_broker.client.pooling_calls import PoolingCall, pooling_call
 from headrace_broker.pooling_results import Pooled
-from headrace_broker.streams.events import EndEvent
+from headrace_broker.streams.events import EndEvent, StartEvent
 from headrace_broker.streams.hub import StreamHub, Subscription
 from headrace_gateway.answers.reader import LATE_SECONDS
 from headrace_gateway.errors import ApiError
@@ -42,8 +42,12 @@ class PooledReader:
         self._answer: Final = call.answer(request_ids)
         self._firsts: Final = dict(zip(request_ids, call.firsts, strict=True))
         self._subscription: Final = subscription
-        self.num_tokens = 0
-        """Tokens of the messages that have ended."""
+        self._tokens: Final[dict[str, int]] = {}
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the messages that a worker has begun."""
+        return sum(self._tokens.values())
 
     @property
     def has_ended(self) -> bool:
@@ -56,8 +60,10 @@ class PooledReader:
         """
         events = await self._subscription.take(timeout)
         for request_id, event in events:
-            if isinstance(event, EndEvent) and event.usage is not None:
-                self.num_tokens += event.usage.prompt_tokens
+            if isinstance(event, StartEvent):
+                self._tokens[request_id] = event.prompt_tokens or 0
+            elif isinstance(event, EndEvent) and event.usage is not None:
+                self._tokens[request_id] = event.usage.prompt_tokens
             try:
                 self._answer.add(request_id, event)
             except RequestFailedError as error:

@@ -1,8 +1,8 @@
 """The endpoints of embeddings, rerank, score and classify."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from headrace_gateway.admission import admitted_body, report_ignored
 from headrace_gateway.answers.event_stream import unless_disconnected
 from headrace_gateway.context import Gateway, gateway_of, key_of
 from headrace_gateway.errors import invalid
-from headrace_gateway.generation import require_redis
+from headrace_gateway.generation import REFUSALS, require_redis
 from headrace_gateway.http.json import JsonResponse
 from headrace_gateway.keys.api_key import ApiKey
 from headrace_gateway.pooling.answering import call_of, cancel_all, open_pooled_reader, pooled_of
@@ -39,20 +39,18 @@ async def create(request: Request, api: PoolingApi) -> Response:
     gateway, key = gateway_of(request), key_of(request)
     require_redis(request)
     headers = read_headers(request.headers, gateway.settings)
-    async with AsyncExitStack() as counted:
-        async with admitted_body(request) as raw:
-            name = await raw.read(model_named)
-            if api.is_tei or (api is RERANK and await raw.read(is_tei)):
-                request.scope["state"]["is_tei"] = True
-                name = name or request.query_params.get("model") or await _only_model(gateway, key, api)
-            model, _ = await gateway.models.find(name, key, api.task)
-            body = await raw.read(partial(api.read, model=model))
-            report_ignored(request, body.ignored)
-            call = call_of(body, _queue_options(body, model.name, key, headers, api))
-            await counted.enter_async_context(_counted(gateway, key, call, headers))
-            request_ids = await gateway.client.submit_pooling(call.submissions)
-        work = partial(_answered, gateway, key, api, body, call, request_ids, headers)
-        return await unless_disconnected(request.receive, work)
+    async with admitted_body(request) as raw:
+        name = await raw.read(model_named)
+        if api.is_tei or (api is RERANK and await raw.read(is_tei)):
+            request.scope["state"]["is_tei"] = True
+            name = name or request.query_params.get("model") or await _only_model(gateway, key, api)
+        model, _ = await gateway.models.find(name, key, api.task)
+        body = await raw.read(partial(api.read, model=model))
+        report_ignored(request, body.ignored)
+        call = call_of(body, _queue_options(body, model.name, key, headers, api))
+        request_ids = await _submit(gateway, key, call, headers)
+    work = partial(_answered, gateway, key, api, body, call, request_ids, headers)
+    return await unless_disconnected(request.receive, work)
 
 
 async def _only_model(gateway: Gateway, key: ApiKey, api: PoolingApi) -> str:
@@ -80,18 +78,24 @@ def _queue_options(
     return options
 
 
-@asynccontextmanager
-async def _counted(gateway: Gateway, key: ApiKey, call: PoolingCall, headers: CallHeaders) -> AsyncIterator[None]:
-    """Count the bytes of the messages while the block runs. Raises ApiError 429 if their tenant has no room."""
+async def _submit(gateway: Gateway, key: ApiKey, call: PoolingCall, headers: CallHeaders) -> list[str]:
+    """Count the bytes of the messages, then submit them. Raises ApiError 429 if their tenant has no room."""
     size = sum(encoded_bytes(each.request.to_kwargs()) for each in call.submissions)
-    item, life = call.submissions[0].request_id, int(headers.expires)
-    counted = await gateway.stored.admit(key.name, key.tenant, item, size, life)
+    item = call.submissions[0].request_id
+    await gateway.stored.admit(key.name, key.tenant, item, size, int(headers.expires))
     try:
-        yield
-    finally:
-        if counted:
-            with suppress(*REDIS_ERRORS):  # without Redis, the count expires later by itself
-                await asyncio.shield(gateway.stored.change(key.name, key.tenant, item, 0, 0))
+        request_ids = await gateway.client.submit_pooling(call.submissions)
+    except REFUSALS:  # after any other error the messages may still be in the queue
+        await _uncount(gateway, key, item)
+        raise
+    if request_ids[0] != item:  # an earlier request had the Idempotency-Key
+        await _uncount(gateway, key, item)
+    return request_ids
+
+
+async def _uncount(gateway: Gateway, key: ApiKey, item: str) -> None:
+    with suppress(*REDIS_ERRORS):  # without Redis, the count expires later by itself
+        await asyncio.shield(gateway.stored.change(key.name, key.tenant, item, 0, 0))
 
 
 async def _answered(
@@ -104,16 +108,27 @@ async def _answered(
     headers: CallHeaders,
 ) -> Response:
     """Wait for the rows, charge their tokens to the key, and write the answer."""
-    pooled = None
+    has_ended, pooled = False, None
+    is_shared = headers.idempotency_key is not None  # another call may read the answer
     try:
         async with (
             open_pooled_reader(gateway.hub, body, call, request_ids) as reader,
             gateway.limits.charging(key, request_ids[0], lambda: reader.num_tokens),
         ):
-            pooled = await pooled_of(reader, headers.expires)
+            try:
+                pooled = await pooled_of(reader, headers.expires)
+            finally:
+                has_ended = reader.has_ended
     finally:
-        if pooled is None and headers.idempotency_key is None:  # nobody else can read the answer
+        if pooled is None and not is_shared:
             await asyncio.shield(cancel_all(gateway.client, request_ids))
+        if has_ended or not is_shared:
+            await _uncount(gateway, key, request_ids[0])
+    if is_shared:
+        with suppress(*REDIS_ERRORS):  # without Redis, these streams are not counted
+            await gateway.stored.count_streams(key.name, key.tenant, request_ids, gateway.envelopes.result_ttl)
+    else:
+        gateway.read.add(request_ids)
     told = {"x-headrace-id": request_ids[0]}
     if pooled.truncated:
         told["x-headrace-truncated"] = header_of([*map(str, pooled.truncated)])

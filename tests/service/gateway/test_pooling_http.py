@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -11,6 +13,7 @@ import pytest
 from engine.pooling.tiny_pooling_models import NORMALIZE, add_modules, build, pooling
 from headrace_gateway.openapi import document, pooling_schemas
 from service.gateway.gateway_process import GatewayProcess
+from service.gateway.test_schemathesis import assert_no_500
 from service.servers import make_server
 from service.workers.service import DEADLINE, Service
 
@@ -19,7 +22,7 @@ LONG = "mill " * 600
 
 
 @pytest.fixture(scope="module")
-def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
+def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     folder = tmp_path_factory.mktemp("pooling")
     build(folder / "bi", "bert")
     add_modules(folder / "bi", [pooling(), NORMALIZE])
@@ -34,11 +37,16 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
             ]
             for worker in workers:
                 worker.wait_ready()
-            with httpx2.Client(base_url=replica.wait_ready().url, timeout=DEADLINE) as client:
-                yield client
+            yield replica.wait_ready()
         finally:
             replica.close()
             service.close()
+
+
+@pytest.fixture(scope="module")
+def http(replica: GatewayProcess) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=replica.url, timeout=DEADLINE) as client:
+        yield client
 
 
 SAMPLES: dict[str, Any] = {
@@ -194,3 +202,28 @@ def test_tei_errors_are_in_its_format(http: httpx2.Client) -> None:
 
 def test_the_paths_are_in_the_document() -> None:
     assert pooling_schemas.ENDPOINTS.keys() <= document.document()["paths"].keys()
+
+
+def document_of() -> dict[str, Any]:
+    """Return the document of the pooling paths, restricted to requests to the tiny models.
+
+    The headers are left out: they are those of chats.
+    """
+    served: dict[str, Any] = json.loads(json.dumps(document.document()))
+    served["paths"] = {path: served["paths"][path] for path in pooling_schemas.ENDPOINTS}
+    for operations in served["paths"].values():
+        del operations["post"]["parameters"]
+    for path, (name, _, _) in pooling_schemas.ENDPOINTS.items():
+        request = served["components"]["schemas"][name]
+        for one in request.get("anyOf", [request]):
+            if "model" in one["properties"]:
+                names = [BI if "embed" in path else CROSS, *([] if "model" in one["required"] else [None])]
+                one["properties"]["model"] = {"enum": names}
+    return served
+
+
+@pytest.mark.timeout(1800)  # a busy machine needs minutes for all endpoints
+def test_no_documented_request_causes_a_500(
+    replica: GatewayProcess, tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    assert_no_500(document_of(), replica, tmp_path, pytestconfig)

@@ -165,7 +165,7 @@ comply: $(STAMP) ## llm-comply, a suite for OpenAI's API, on a gateway and a wor
 	@$(COMPLY)/bin/python -m pip install --quiet --disable-pip-version-check llm-comply==0.5.0
 	@$(BIN)/python benchmarks/openai_compliance.py $(COMPLY)/bin/llm-comply
 
-clients: $(STAMP) $(CLIENTS)/.installed ## litellm, langchain, the AI SDK and others on a real service, in an environment of 1.3 GB, with a table of what passed
+clients: $(STAMP) $(CLIENTS)/.installed ## litellm, langchain, the AI SDK and others on a real service, in an environment of 1.5 GB, with a table of what passed
 	@cd tests && ../$(BIN)/python -m clients
 
 # zod and ai are those of Node.js 20
@@ -173,7 +173,7 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	@echo "Installing the clients into $(CLIENTS) (some minutes)"
 	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
-	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(CLIENTS)/node ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7
+	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(CLIENTS)/node ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 celery-node@0.5.9 openai@6.49.0 zod@4.6.7
 	@touch $@
 
 conformance: $(STAMP) ## what every engine must do, case by case; ENGINE=... MODEL=... ARGS="--engine-python ..." for another one

@@ -1,4 +1,4 @@
-"""`make clients`: libraries and tools that call OpenAI's API, on a real service, with a table of what passed.
+"""`make clients`: libraries and tools that call the gateway or the queue, on a real service: a table of what passed.
 
 Each client runs in an environment of its own, as a program that writes a line of JSON for each check.
 Exit status 1 where a check failed.
@@ -10,10 +10,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 from clients.model import save_model_with_tools
+from clients.pooling_models import EMBEDDER, RERANKER, save_pooling_models
+from headrace_cli.local.process import LocalWorker
 from headrace_cli.local.service import LocalService, RunningService
 
 HERE: Final = Path(__file__).parent
@@ -32,7 +36,7 @@ def main() -> int:
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="headrace-clients-") as folder:
         model = save_model_with_tools(Path(folder))
-        with LocalService(str(model), progress, port=0).running() as service:
+        with LocalService(str(model), progress, port=0).running() as service, pooling_workers(service, Path(folder)):
             for name in names:
                 progress(f"checking {name}")
                 results += checked(name, service, model)
@@ -45,6 +49,19 @@ def main() -> int:
     return 1 if failed else 0
 
 
+@contextmanager
+def pooling_workers(service: RunningService, folder: Path) -> Iterator[None]:
+    """Run a worker of each pooling model."""
+    with ExitStack() as stack:
+        for path in save_pooling_models(folder):
+            log = folder / f"{path.name}.log"
+            worker = LocalWorker(
+                model=str(path), redis_url=service.redis_url, log=log, served_model_name=path.name, grace_seconds=5
+            )
+            stack.enter_context(worker).wait_ready()
+        yield
+
+
 def checked(name: str, service: RunningService, model: Path) -> list[dict[str, Any]]:
     """What the client's program says of each check; one more that failed where the program itself did."""
     program = PROGRAMS[name]
@@ -52,7 +69,7 @@ def checked(name: str, service: RunningService, model: Path) -> list[dict[str, A
         command, folder = ["node", shutil.copy(program, NODE)], NODE
     else:
         command, folder = [str(ENVIRONMENT / "bin" / "python"), str(program)], HERE
-    command += [f"{service.url}/v1", service.model, str(model)]
+    command += [f"{service.url}/v1", service.model, str(model), service.redis_url, EMBEDDER, RERANKER]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)
     except subprocess.TimeoutExpired:

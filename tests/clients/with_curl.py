@@ -35,8 +35,8 @@ def stream(site: Site) -> None:
 @check("the models, HEAD and --http1.0, --compressed")
 def models(site: Site) -> None:
     for options in ((), ("--http1.0",), ("--compressed",)):
-        (found,) = json.loads(curl("--fail", f"{site.url}/models", *options))["data"]
-        same(found["id"], site.model)
+        found = json.loads(curl("--fail", f"{site.url}/models", *options))["data"]
+        same({each["id"] for each in found}, {site.model, site.embedder, site.reranker})
     same(curl("--head", "-o", "/dev/null", "-w", "%{http_code}", f"{site.url}/models"), "200")
 
 
@@ -54,7 +54,7 @@ def errors(site: Site) -> None:
     for status, arguments in (
         ("404", [*JSON, "-d", body(site, model="nobody")]),
         ("400", [*JSON, "-d", "{"]),
-        ("400", [*JSON, "-d", body(site, colour=1)]),
+        ("400", [*JSON, "-d", body(site, temperature=-1)]),
         ("415", ["-d", body(site)]),  # curl says that it is a form
     ):
         text, _, found = curl(url, "-w", "\n%{http_code}", *arguments).rpartition("\n")

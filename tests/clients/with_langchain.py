@@ -1,13 +1,13 @@
-"""langchain-openai, by chat completions."""
+"""langchain-openai, by chat completions; completions and embeddings too."""
 
 from typing import Literal
 
 import pydantic
-from checks import Site, check, is_colour, main, same
+from checks import TEXTS, Site, check, is_colour, main, same, same_rows
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 
 QUESTION = [HumanMessage("Say hello.")]
 
@@ -100,6 +100,15 @@ def completions(site: Site) -> None:
     llm = OpenAI(base_url=site.url, api_key="none", model=site.model, temperature=0, max_tokens=8, max_retries=0)
     same("".join(llm.stream("Once upon a")), llm.invoke("Once upon a"))
     same(len(llm.generate(["Once upon a", "There was"]).generations), 2)
+
+
+@check("OpenAIEmbeddings with check_embedding_ctx_length=False: embed_documents, aembed_query")
+async def embeddings(site: Site) -> None:
+    made = OpenAIEmbeddings(
+        model=site.embedder, base_url=site.url, api_key="none", check_embedding_ctx_length=False, max_retries=0
+    )
+    same_rows(made.embed_documents(TEXTS), site.rows)
+    same_rows([await made.aembed_query(TEXTS[0])], site.rows[:1])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it is fetched when t
 
 import litellm
 import pydantic
-from checks import MESSAGES, PAINT, Site, check, is_colour, main, same
+from checks import MESSAGES, PAINT, QUERY, TEXTS, Site, check, is_colour, main, same, same_ranking, same_rows
 
 litellm.suppress_debug_info = True  # it is written to stdout
 NAMED = {"type": "function", "function": {"name": "paint"}}
@@ -79,6 +79,22 @@ def errors(site: Site) -> None:
         except wanted:
             continue
         raise AssertionError(f"no {wanted.__name__}")
+
+
+@check("embedding: openai/, hosted_vllm/, cohere/")
+def embedding(site: Site) -> None:
+    for provider, base in (("openai", site.url), ("hosted_vllm", site.url), ("cohere", f"{site.root}/v2/embed")):
+        fixed = {"api_base": base, "api_key": "none", "max_retries": 0}
+        answer = litellm.embedding(f"{provider}/{site.embedder}", input=TEXTS, **fixed)
+        same_rows([each["embedding"] for each in answer.data], site.rows)
+
+
+@check("rerank: hosted_vllm/, cohere/, jina_ai/")
+def rerank(site: Site) -> None:
+    for provider, base in (("hosted_vllm", site.root), ("cohere", site.root), ("jina_ai", site.root)):
+        fixed = {"api_base": base, "api_key": "none"}
+        answer = litellm.rerank(f"{provider}/{site.reranker}", query=QUERY, documents=TEXTS, **fixed)
+        same_ranking([(each["index"], each["relevance_score"]) for each in answer.results], site.ranking)
 
 
 if __name__ == "__main__":

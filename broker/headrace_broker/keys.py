@@ -91,7 +91,7 @@ def delayed_key(list_name: str) -> str:
 
 
 # -- messages that wait: a queue has four lists, one per priority step. A worker sorts a message: it moves it from its
-# list to sorted sets.
+# list to sorted sets. A message that wakes an idle worker is moved to an `arrived` list first.
 
 
 @KEYS.built("list", _PRODUCER, "until a worker sorts the messages", name="list")
@@ -100,6 +100,12 @@ def queue_name(model: str) -> str:
     For steps 3, 6 and 9, `\\x06\\x16` and the step follow the name.
     """
     return QUEUE_PREFIX + model
+
+
+@KEYS.built("list", _WORKER, "until a worker sorts the messages")
+def arrived_key(list_name: str) -> str:
+    """The unsorted messages of this list that woke a worker. They are older than those in the list."""
+    return f"headrace:ready:arrived:{list_name}"
 
 
 @KEYS.built("zset", _WORKER, _WAITING)
@@ -134,7 +140,7 @@ def delayed_tenants_key(queue: str) -> str:
 
 @KEYS.built("list", _WORKER, _WAITING)
 def wake_up_key(queue: str) -> str:
-    """One wake-up token while sorted messages wait in this queue."""
+    """One wake-up token if sorted messages wait in this queue. The worker that it wakes takes it."""
     return f"headrace:ready:bell:{queue}"
 
 
@@ -241,7 +247,7 @@ def queue_key_types(queue: str) -> dict[str, RedisType]:
     """Return the type of each key that all messages of a queue need. Keys of single tenants are not included."""
     lists = queue_lists(queue)
     of_queue = (waiting_key, delayed_tenants_key, costs_key, wake_up_key)
-    of_lists = (sorted_ids_key, held_key, delayed_key, tenants_key, served_key)
+    of_lists = (arrived_key, sorted_ids_key, held_key, delayed_key, tenants_key, served_key)
     fixed = [key for key in KEYS if not key.parts and key.name not in ("models", "probe")]
     return (
         {key.pattern: key.type for key in fixed}

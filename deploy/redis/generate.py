@@ -96,6 +96,7 @@ _SUBMITTING: Final = (
     Rights(READ, "stream ended result", "exists"),
     Rights(READ, "waiting delayed_tenants tenant_ids", "eval_ro"),
     Rights(READ, "waiting delayed_tenants", "zscore"),
+    Rights(READ, "arrived", "llen"),
     Rights(READ, "sorted_ids tenant_ids delayed", "zcard"),
     Rights(READ, "sorted_ids tenant_ids", "zrange"),
 )

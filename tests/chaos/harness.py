@@ -23,7 +23,7 @@ from chaos.intruder import TENANT, Intruder
 from chaos.load import kinds
 from chaos.site import Doomed, Site
 from chaos.watcher import Watcher
-from headrace_broker.keys import queue_lists
+from headrace_broker.keys import arrived_key, queue_lists
 from headrace_cli.demo.stream_timing import percentile
 from service.workers.service import QUEUE, ChoiceStream, assert_result_is_stream
 
@@ -142,7 +142,8 @@ class Harness:
     def _intrude(self, handles: Sequence[AsyncResult], numbers: Sequence[int]) -> Intruder:
         """From when a worker has seen every request: a message that comes before an id's own would have the id."""
         request_ids = [handle.id for handle in handles]
-        self._wait(lambda: self._site.client.llen(queue_lists(QUEUE)[-1]) == 0, 30.0)
+        last = queue_lists(QUEUE)[-1]
+        self._wait(lambda: not self._site.client.exists(last, arrived_key(last)), 30.0)
         prompts = [self._kinds[number].prompt for number in numbers]
         return Intruder(self._site.url_of("producer"), request_ids, prompts, self._draw.randrange(2**32))
 

@@ -1,6 +1,6 @@
 -- Sorts new messages, then leases messages in fair order. To sort a message is to move it from the list to which its
--- producer pushed it to the sorted sets of that list and of its tenant. An unsorted message is still in its list. One
--- atomic script does all this, so that each message is always either in the queue or leased.
+-- producer pushed it to the sorted sets of that list and of its tenant. A message that woke a worker returns to its list
+-- first. One atomic script does all this, so that each message is always either in the queue or leased.
 -- KEYS: LIST[]
 -- ARGV: count, owner, lease_seconds, delivery_limit, packed_policy, mode, num_lists, num_split
 -- LIST: the lists of the queues, in the order in which they are served. count: number of free slots. Each choice of a
@@ -343,8 +343,9 @@ end
 local lists, lists_of, in_use = {}, {}, {}
 for i, list in ipairs(LIST) do
   local queue = queue_of(list)
-  in_use[list] = kind_of(list) ~= 'none' or kind_of(sorted_ids_key(list)) ~= 'none' or kind_of(tenants_key(list)) ~= 'none'
-  if not has_problem(problem_of(list, 'list') or problem_of(held_key(list), 'zset')
+  in_use[list] = kind_of(list) ~= 'none' or kind_of(arrived_key(list)) ~= 'none'
+    or kind_of(sorted_ids_key(list)) ~= 'none' or kind_of(tenants_key(list)) ~= 'none'
+  if not has_problem(problem_of(list, 'list') or problem_of(arrived_key(list), 'list') or problem_of(held_key(list), 'zset')
       or problem_of(delayed_key(list), 'zset') or in_use[list] and problem_of_list(list) or nil) then
     drop_stale(list)
     lists_of[queue] = lists_of[queue] or {}
@@ -358,7 +359,8 @@ local unsorted = 0
 if is_to_sort then
   for _, list in ipairs(lists) do
     if in_use[list] then
-      if kind_of(list) ~= 'none' then sort(list) end
+      return_arrived(list)
+      sort(list)
       recover(list)
       unsorted = unsorted + redis.call('LLEN', list)
     end

@@ -1,6 +1,7 @@
 -- Counts the messages of queues, at a cost that does not grow with their number. Writes nothing. An unsorted message is
--- in the list to which its producer pushed it. A sorted one has been moved from there to sorted sets by a worker.
--- KEYS: LIST[], SORTED_IDS[], HELD[], DELAYED[]
+-- in the list to which its producer pushed it, or in the list's `arrived` list. A sorted one has been moved from there
+-- to sorted sets by a worker.
+-- KEYS: LIST[], ARRIVED[], SORTED_IDS[], HELD[], DELAYED[]
 -- Returns {unix seconds now, a string that changes when the dead letters change, levels}. levels: for each list {number
 -- of unsorted messages, of sorted ones, of messages that workers hold, of delayed ones, of expired leases; enqueue time
 -- of the oldest unsorted message or '', enqueue time of the oldest sorted message or '', digest of the oldest unsorted
@@ -41,11 +42,11 @@ end
 
 local lists = {}
 for i, list in ipairs(LIST) do
-  local sorted, held, delayed = SORTED_IDS[i], HELD[i], DELAYED[i]
+  local arrived, sorted, held, delayed = ARRIVED[i], SORTED_IDS[i], HELD[i], DELAYED[i]
   local first = redis.pcall('ZRANGE', sorted, 0, 0)[1]
-  local oldest = text('LINDEX', list, -1)
+  local oldest = text('LINDEX', arrived, -1) or text('LINDEX', list, -1)
   lists[#lists + 1] = {
-    count('LLEN', list),
+    count('LLEN', list) + count('LLEN', arrived),
     count('ZCARD', sorted),
     count('ZCARD', held),
     count('ZCARD', delayed),

@@ -1,8 +1,9 @@
 -- Sorted messages, and the service that each tenant has received. Requires lease_prelude.
 --
--- A queue has one Redis list for each priority step. A message arrives in one of these lists. A fetch sorts it: the
--- script moves the message to two sorted sets, one for all messages of the list and one for its tenant's messages of
--- the list. When the message has aged, it moves to the two sets of the next higher priority.
+-- A queue has one Redis list for each priority step. A message arrives in one of these lists. If an idle worker waits
+-- for the list, Redis moves the message to the list's `arrived` list and wakes that worker. A fetch sorts the message:
+-- the script moves it to two sorted sets, one for all messages of the list and one for its tenant's messages of the
+-- list. When the message has aged, it moves to the two sets of the next higher priority.
 --
 -- Each list is served by start-time fair queueing (Goyal, Vin, Cheng 1996): a tenant's service is its tokens divided by
 -- its weight. The tenant with the least service is next. A tenant gains nothing by idle time: when it has messages
@@ -91,7 +92,9 @@ local function leave(id, record)
   if redis.call('EXISTS', tenant_ids_key(list, tenant)) == 0 then redis.call('ZREM', tenants_key(list), tenant) end
 end
 
--- Creates or deletes the wake-up token of a queue. It exists while sorted messages wait, and idle workers wait for it.
+-- Creates the wake-up token of a queue if sorted messages wait, and deletes it if none wait. An idle worker waits for
+-- the token and takes it. The script that leaves messages behind creates it again, so they wake one worker after the
+-- other.
 local function update_wake_up(queue)
   local token = wake_up_key(queue)
   if redis.call('EXISTS', waiting_key(queue)) == 0 then
@@ -99,6 +102,12 @@ local function update_wake_up(queue)
   elseif redis.call('EXISTS', token) == 0 then
     redis.call('LPUSH', token, '1')
   end
+end
+
+-- Returns the messages that woke a worker, and that are not sorted yet, to their list. Each message that is still in the
+-- list after the script wakes another idle worker.
+local function return_arrived(list)
+  while redis.call('LMOVE', arrived_key(list), list, 'LEFT', 'RIGHT') do end
 end
 
 local function trim(key)

@@ -1,7 +1,7 @@
 -- Counts the messages of one tenant in a queue. Writes nothing.
 -- KEYS: WAITING, DELAYED_TENANTS, TENANT_IDS[]
 -- ARGV: tenant, of_interest, lists[]
--- TENANT_IDS, lists: one for each priority step. of_interest: the count up to which the result must be exact.
+-- TENANT_IDS: one for each priority step. lists: those with unsorted messages. of_interest: the count up to which the result must be exact.
 -- Returns {number of waiting messages, number of delayed ones, unix microseconds at which the oldest sorted message
 -- entered its list or '', unix microseconds now}.
 -- Sorted messages, which a worker has moved from the lists to sorted sets, have counts by tenant. The others have to be
@@ -12,9 +12,9 @@ local LOOKED_AT, LOOKED_AT_BYTES, CHUNK = 1000, 4 * 1024 * 1024, 50
 local count = tonumber(redis.call('ZSCORE', WAITING, tenant) or 0)
 local delayed = tonumber(redis.call('ZSCORE', DELAYED_TENANTS, tenant) or 0)
 local unsorted, oldest = 0, nil
-for i, list in ipairs(lists) do
-  unsorted = unsorted + redis.call('LLEN', list)
-  local since = tonumber(redis.call('ZRANGE', TENANT_IDS[i], 0, 0, 'WITHSCORES')[2] or nil)
+for _, list in ipairs(lists) do unsorted = unsorted + redis.call('LLEN', list) end
+for _, ids in ipairs(TENANT_IDS) do
+  local since = tonumber(redis.call('ZRANGE', ids, 0, 0, 'WITHSCORES')[2] or nil)
   if since and since < (oldest or math.huge) then oldest = since end
 end
 

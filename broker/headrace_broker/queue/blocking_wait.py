@@ -1,7 +1,8 @@
-"""Blocking waits for many lists at once inside kombu's event loop. They take nothing from the lists.
+"""Blocking waits for many lists at once inside kombu's event loop. One message wakes one worker.
 
-A queue is one list for each priority step. Only Redis's BLMOVE can wait for a message and leave it in its list, and it
-waits for one list. So each list has a connection of its own, and an idle worker sleeps until Redis answers one of them.
+A queue is one list for each priority step. Redis's BLMOVE waits for a message and moves it to another list, in which it
+stays if the woken worker dies. BLMOVE waits for one list. So each list has a connection of its own, and an idle worker
+sleeps until Redis answers one of them.
 """
 
 import math
@@ -11,6 +12,8 @@ from typing import Any, Final, Protocol
 
 from kombu.transport.redis import MultiChannelPoller
 
+from headrace_broker.keys import arrived_key, wake_up_key
+
 WAIT_SECONDS: Final = 2.0
 """How long one wait lasts if no message arrives. A server that has not answered some seconds later is gone."""
 
@@ -19,8 +22,13 @@ _CHECK_SECONDS: Final = 1.0
 
 
 def wait_command(list_name: str) -> tuple[Any, ...]:
-    """Return the command that waits until the list has a message. It moves the last element to its own place."""
-    return ("BLMOVE", list_name, list_name, "RIGHT", "RIGHT", WAIT_SECONDS)
+    """Return the command that waits until the list has a message, and moves it to the list's `arrived` list."""
+    return ("BLMOVE", list_name, arrived_key(list_name), "RIGHT", "LEFT", WAIT_SECONDS)
+
+
+def wake_up_command(queue: str) -> tuple[Any, ...]:
+    """Return the command that waits for the wake-up token of the queue, and takes it."""
+    return ("BLPOP", wake_up_key(queue), WAIT_SECONDS)
 
 
 class WaitingChannel(Protocol):
@@ -31,11 +39,17 @@ class WaitingChannel(Protocol):
 
 
 class BlockingWait:
-    """Waits for one list of a channel. kombu's poller requires the attribute `connection`."""
+    """Waits for one list of a channel. kombu's poller requires the attribute `connection`.
 
-    def __init__(self, channel: WaitingChannel, list_name: str) -> None:
+    Args:
+        queue: the queue for whose messages it waits.
+        command: waits until the list has an element.
+    """
+
+    def __init__(self, channel: WaitingChannel, queue: str, command: tuple[Any, ...]) -> None:
+        self.queue: Final = queue
         self._channel: Final = channel
-        self._command: Final = wait_command(list_name)
+        self._command: Final = command
         self.connection: Final = channel.async_pool.get_connection()
         self._started_at: float | None = None
 
@@ -53,7 +67,7 @@ class BlockingWait:
         self._started_at = time.monotonic()
 
     def read_reply(self) -> bool:
-        """Read the reply of a connection; return whether the list has a message. Redis's errors pass through."""
+        """Read the reply of a connection; return whether the list had an element. Redis's errors pass through."""
         if self._started_at is None:  # no reply is due, so the server has closed the connection
             self.connection.disconnect()
             return False
@@ -106,6 +120,15 @@ class WaitPoller(MultiChannelPoller):
             return
         check()
         self._check_at, self._could_consume = now + _CHECK_SECONDS, can_consume
+
+    def _register_BRPOP(self, channel: Any) -> None:  # noqa: N802  # kombu's name
+        """Let a channel wait as kombu's do, unless it is leased: it waits by `BlockingWait`.
+
+        kombu does not read the reply of a BRPOP while there is no free slot. A leased channel has to, because the
+        message that woke it then has to wake another worker.
+        """
+        if not channel.leased:
+            super()._register_BRPOP(channel)
 
     def on_poll_start(self) -> None:
         super().on_poll_start()

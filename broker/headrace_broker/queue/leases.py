@@ -41,7 +41,19 @@ _SORT_ONLY_ROUNDS: Final = 3
 
 SCRIPTS: Final = {
     name: script("key_checks", "tenant_prelude", "lease_prelude", "ready_prelude", f"lease_{name}")
-    for name in ("fetch", "renew", "ack", "requeue", "postpone", "reap", "dead_letter", "bind", "purge", "take_delayed")
+    for name in (
+        "fetch",
+        "wake",
+        "renew",
+        "ack",
+        "requeue",
+        "postpone",
+        "reap",
+        "dead_letter",
+        "bind",
+        "purge",
+        "take_delayed",
+    )
 }
 
 
@@ -95,6 +107,8 @@ class Leases:
         self.on_lost: Callable[[Any], None] = lambda _held: None
         self.on_dead_letter: Callable[[DeadLetter], None] = lambda _letter: None
         self.on_refused: Callable[[str], None] = lambda _reason: None
+        self._lists: Final[dict[str, None]] = {}
+        """Lists of the queues that this process serves."""
         self._held: Final[dict[str, Any]] = {}
         self._pending: Final[dict[str, Callable[[], None]]] = {}
         self._tokens: Final[dict[str, int]] = {}
@@ -108,6 +122,10 @@ class Leases:
     def __len__(self) -> int:
         """Return how many messages are held."""
         return len(self._held)
+
+    def serve(self, lists: Sequence[str]) -> None:
+        """Look after the lists of a queue in `reap` from now on."""
+        self._lists.update(dict.fromkeys(lists))
 
     def fetch(
         self, lists: Sequence[str], count: int, *, taken_from: int | None = None, split_from: int | None = None
@@ -151,6 +169,13 @@ class Leases:
             raise redis.ResponseError(problem)
         if problem:
             self.on_refused(problem)
+
+    def wake(self, lists: Sequence[str]) -> None:
+        """Let the messages that wait in these lists wake another worker. Redis's errors pass through.
+
+        A worker that a message or the wake-up token woke calls it if it cannot fetch: no other worker was woken.
+        """
+        self._run["wake"](list=lists)
 
     def bind(self, message: LeasedMessage, request_id: object) -> bool:
         """Bind the request id to the message. Return False if it is bound to another one. Redis's errors pass through.
@@ -305,12 +330,15 @@ class Leases:
         """Return messages of expired leases to their queues; return how many. Redis's errors pass through.
 
         One call returns 500 messages at most. It also checks a few stored messages, and returns those that are neither
-        leased nor waiting.
+        leased nor waiting. If messages wait in the lists of `serve`, it wakes a worker, because the one that they woke
+        may have died.
         """
         try:
             if self._refused:
                 self._renew_held()  # the outage is over only when Redis accepts this
                 self.pause_reaping()
+            if self._lists:
+                self.wake([*self._lists])
             if self._clock() < self._reap_from:
                 return 0
             self._renew_if_late()

@@ -1,7 +1,8 @@
 """`QueueLevelReader`: counts the ready, leased and dead messages of each queue, and writes nothing.
 
 For monitors. It works without a running worker, and with a Redis user that may only read. A message is unsorted while
-it is in the list to which its producer pushed it, and sorted once a worker has moved it to its tenant's sorted set.
+it is in the list to which its producer pushed it, or in the list's `arrived` list. It is sorted once a worker has moved
+it to its tenant's sorted set.
 """
 
 from collections import Counter
@@ -14,6 +15,7 @@ import redis
 
 from headrace_broker.keys import (
     PRIORITY_SEPARATOR,
+    arrived_key,
     delayed_key,
     delayed_tenants_key,
     held_key,
@@ -116,6 +118,7 @@ class QueueLevelReader:
         now, mark, counts = _LEVELS.read(
             self._client,
             list=lists,
+            arrived=[*map(arrived_key, lists)],
             sorted_ids=[*map(sorted_ids_key, lists)],
             held=[*map(held_key, lists)],
             delayed=[*map(delayed_key, lists)],
@@ -125,12 +128,12 @@ class QueueLevelReader:
         levels = {}
         for position, queue in enumerate(queues):
             of_lists = counts[position * len(PRIORITY_STEPS) : (position + 1) * len(PRIORITY_STEPS)]
-            arrived, is_sorted, held, delayed, run_out, *enqueue_times, marks, since = zip(*of_lists, strict=True)
+            unsorted, is_sorted, held, delayed, run_out, *enqueue_times, marks, since = zip(*of_lists, strict=True)
             seen = [self._seen(name, mark, float(now)) for name, mark in zip(queue_lists(queue), marks, strict=True)]
             seen += [int(microseconds) / 1e6 if microseconds else None for microseconds in since]
             age, clock = _oldest_age(float(now), chain.from_iterable(enqueue_times), seen)
             levels[queue] = QueueLevels(
-                ready=dict(zip(PRIORITY_STEPS, map(sum, zip(arrived, is_sorted, strict=True)), strict=True)),
+                ready=dict(zip(PRIORITY_STEPS, map(sum, zip(unsorted, is_sorted, strict=True)), strict=True)),
                 leased=sum(held) + sum(delayed),
                 run_out=sum(run_out),
                 dead=self._dead.get(queue, Counter()),
@@ -183,6 +186,7 @@ def read_tenant_level(client: "redis.Redis", queue: str, tenant: str, *, of_inte
         tenant,
         str(of_interest),
         *lists,
+        *map(arrived_key, lists),
         waiting=waiting_key(queue),
         delayed_tenants=delayed_tenants_key(queue),
         tenant_ids=[tenant_ids_key(name, tenant) for name in lists],
@@ -200,14 +204,15 @@ def read_backlog(client: "redis.Redis", queue: str) -> Backlog:
         pipe.time()
         for name in lists:
             pipe.llen(name)
+            pipe.llen(arrived_key(name))
             pipe.zcard(sorted_ids_key(name))
             pipe.zcard(delayed_key(name))
             pipe.zrange(sorted_ids_key(name), 0, 0, withscores=True)
         (seconds, microseconds), *replies = pipe.execute()
-    arrived, are_sorted, delayed, first = (replies[position::4] for position in range(4))
+    unsorted, arrived, are_sorted, delayed, first = (replies[position::5] for position in range(5))
     since = min((entries[0][1] for entries in first if entries), default=None)
     age = None if since is None else max(0.0, seconds + (microseconds - since) / 1e6)
-    return Backlog(sum(arrived) + sum(are_sorted), age, sum(delayed))
+    return Backlog(sum(unsorted) + sum(arrived) + sum(are_sorted), age, sum(delayed))
 
 
 def read_tenants(client: "redis.Redis", queue: str) -> dict[str, int]:

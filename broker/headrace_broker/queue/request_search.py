@@ -9,7 +9,16 @@ from typing import Final
 
 import redis
 
-from headrace_broker.keys import delayed_key, ended_key, held_key, queue_lists, result_key, sorted_ids_key, stream_key
+from headrace_broker.keys import (
+    arrived_key,
+    delayed_key,
+    ended_key,
+    held_key,
+    queue_lists,
+    result_key,
+    sorted_ids_key,
+    stream_key,
+)
 from headrace_broker.scripts import script
 
 _FIND: Final = script("queue_find")
@@ -25,8 +34,9 @@ def is_known(client: "redis.Redis", request_id: str, queues: Iterable[str]) -> b
         return True
     text = json.dumps(request_id)
     lists = [name for queue in queues for name in queue_lists(queue)]
-    # in the order in which a message moves through these places: one that moves during the search is still found
-    for place in (str, sorted_ids_key, delayed_key, held_key):
+    # in the order in which a message moves through these places: one that moves during the search is still found, also
+    # one that returns to its list after it woke a worker
+    for place in (arrived_key, str, arrived_key, sorted_ids_key, delayed_key, held_key):
         for name in lists:
             found, at = 0, 0
             while at >= 0 and not found:

@@ -29,8 +29,8 @@ from redis.retry import Retry
 
 from headrace_broker.content import loads
 from headrace_broker.errors import MalformedMessageError, TransportConfigurationError
-from headrace_broker.keys import ALL_STEPS, QUEUE_PREFIX, sorted_ids_key, step_of, wake_up_key
-from headrace_broker.queue.blocking_wait import BlockingWait, WaitPoller, wait_command
+from headrace_broker.keys import ALL_STEPS, QUEUE_PREFIX, arrived_key, sorted_ids_key, step_of
+from headrace_broker.queue.blocking_wait import BlockingWait, WaitPoller, wait_command, wake_up_command
 from headrace_broker.queue.fair_share import FairShare
 from headrace_broker.queue.leases import LeasedMessage, Leases
 from headrace_broker.queue.loop_turn import Turn
@@ -142,7 +142,6 @@ class Channel(kombu_redis.Channel):
     QoS = QoS
     Message = Message
 
-    _in_poll: Any = None
     max_connections = 200  # one for each list, and some more
     lease_seconds = 15.0
     delivery_limit = 5
@@ -172,8 +171,7 @@ class Channel(kombu_redis.Channel):
         self._fits_nothing_until = -math.inf
         """Monotonic time until which all waiting messages are taken to be too large, unless `split_below` changes."""
         self._preemption_timer: Any = None
-        self._waits: dict[str, BlockingWait] = {}
-        self._awaits_list = False
+        self._waits: dict[tuple[Any, ...], BlockingWait] = {}
         self._ask_again_at = 0.0
         self._fetched: deque[LeasedMessage] = deque()
         """Fetched, but not handed over yet, so that the event loop can do other work in between."""
@@ -215,6 +213,8 @@ class Channel(kombu_redis.Channel):
             if leased and no_ack:
                 raise TransportConfigurationError(f"queue {queue} is leased, so its messages must be acknowledged")
             self.leased = leased
+            if leased:
+                self.leases.serve(self._lists_of(queue))
         return super().basic_consume(queue, no_ack, *args, **kwargs)
 
     def _is_leased(self, queue: str) -> bool:
@@ -235,7 +235,8 @@ class Channel(kombu_redis.Channel):
             size: int = super()._size(queue)
             if self._is_leased(queue):
                 with self.conn_or_acquire() as client:
-                    size += sum(client.zcard(sorted_ids_key(name)) for name in self._lists_of(queue))
+                    for name in self._lists_of(queue):
+                        size += client.llen(arrived_key(name)) + client.zcard(sorted_ids_key(name))
         except redis.ResponseError as error:
             if "WRONGTYPE" not in str(error):
                 raise
@@ -243,16 +244,19 @@ class Channel(kombu_redis.Channel):
         return size
 
     def _purge(self, queue: str) -> int:
-        purged: int = super()._purge(queue)
-        return purged + (self.leases.purge(self._lists_of(queue)) if self._is_leased(queue) else 0)
+        if not self._is_leased(queue):
+            return int(super()._purge(queue))
+        lists = self._lists_of(queue)
+        with self.conn_or_acquire() as client, client.pipeline() as pipe:
+            for name in (*lists, *map(arrived_key, lists)):
+                pipe.llen(name).delete(name)
+            lengths = pipe.execute()[::2]
+        return sum(lengths) + self.leases.purge(lists)
 
     def _lists_of(self, queue: str) -> list[str]:
         return [self._q_for_pri(queue, step) for step in self.priority_steps]
 
     def close(self) -> None:
-        if self.leased and self._in_poll:  # kombu would wait for the reply of a BRPOP; a blocking wait pops nothing
-            self._in_poll.disconnect()
-            self._in_poll = None
         self._turn.close()
         self._rounds = None
         self._requeue_fetched()
@@ -277,50 +281,17 @@ class Channel(kombu_redis.Channel):
         """Whether a fetch continues in later turns of the event loop."""
         return bool(self._fetched or self._rounds)
 
-    # kombu's poller calls the two methods below around its BRPOP; a leased channel sends a blocking wait instead.
-
-    def _brpop_start(self, timeout: float | None = None) -> None:
-        self._awaits_list = self.leased
-        if not self.leased:
-            super()._brpop_start(timeout)
-            return
-        if not self.active_queues or self._is_refused():
-            return
-        connection = self.client.connection
-        try:
-            connection.send_command(*wait_command(self._q_for_pri(self.active_queues[0], 0)))
-        except redis.ResponseError as error:  # from the health check that redis-py may send first
-            self._was_refused(error)
-            return
-        self._in_poll = connection
-        self._brpop_sent_at = time.monotonic()
-
-    def _brpop_read(self, **options: Any) -> bool:
-        if not self._awaits_list:
-            return bool(super()._brpop_read(**options))
-        try:
-            self.client.parse_response(self.client.connection, "BLMOVE")
-        except self.connection_errors:
-            self.client.connection.disconnect()
-            raise
-        except redis.ResponseError as error:
-            return self._fetch_past(error)
-        finally:
-            self._in_poll = None
-            self._flush_brpop_reauth()
-        if not self.fetch():
-            raise Empty
-        return True
-
     def start_waits(self, poller: WaitPoller) -> None:
-        """Start to wait for every list and wake-up token, except the first list: kombu's poller waits for that one."""
+        """Start to wait for every list and wake-up token."""
         if self._is_refused():
             return
+        fits_nothing = time.monotonic() < self._fits_nothing_until and self.split_below() < ALL_STEPS
         try:
             for queue in self.active_queues:
-                for list_name in (*self._lists_of(queue), *self._wake_ups(queue)):
-                    if list_name != self.active_queues[0]:
-                        self._wait_for(list_name).start(poller)
+                for name in self._lists_of(queue):
+                    self._wait_for(queue, wait_command(name)).start(poller)
+                if not fits_nothing:  # else all sorted messages have too many choices now
+                    self._wait_for(queue, wake_up_command(queue)).start(poller)
         except redis.ResponseError as error:
             self._was_refused(error)
 
@@ -335,24 +306,25 @@ class Channel(kombu_redis.Channel):
             for queue in self.active_queues:
                 for step in self.priority_steps:
                     if step < preempted:
-                        self._wait_for(self._q_for_pri(queue, step)).start(poller)
+                        self._wait_for(queue, wait_command(self._q_for_pri(queue, step))).start(poller)
         except redis.ResponseError as error:
             self._was_refused(error)
 
-    def _wake_ups(self, queue: str) -> list[str]:
-        """Return the key of the queue's wake-up token, unless all sorted messages have too many choices now."""
-        fits_nothing = time.monotonic() < self._fits_nothing_until and self.split_below() < ALL_STEPS
-        return [] if fits_nothing else [wake_up_key(queue)]
-
-    def _wait_for(self, list_name: str) -> BlockingWait:
-        if list_name not in self._waits:
-            self._waits[list_name] = BlockingWait(self, list_name)
-        return self._waits[list_name]
+    def _wait_for(self, queue: str, command: tuple[Any, ...]) -> BlockingWait:
+        if command not in self._waits:
+            self._waits[command] = BlockingWait(self, queue, command)
+        return self._waits[command]
 
     def on_wait(self, wait: BlockingWait) -> bool:
-        """Fetch after Redis has answered a blocking wait. Return False if nothing was fetched."""
+        """Fetch after Redis has answered a blocking wait. Return False if nothing was fetched.
+
+        Redis has woken no other worker. So if this one cannot fetch, it wakes another one.
+        """
         try:
             has_message = wait.read_reply()
+            may_fetch = self._is_ready_to_fetch() and self.free_slots() > 0 and wait.queue in self.active_queues
+            if has_message and not may_fetch:
+                self.leases.wake(self._lists_of(wait.queue))
         except redis.ResponseError as error:
             return self._fetch_past(error)
         if self.fetch():
@@ -396,9 +368,7 @@ class Channel(kombu_redis.Channel):
 
         Long work continues in later turns of the event loop.
         """
-        if not self.leased or self._closing or not self.active_queues or self.hands_over or self._is_refused():
-            return False
-        count = self.free_slots()
+        count = self.free_slots() if self._is_ready_to_fetch() else 0
         if count <= 0:
             return False
         below = self.split_below()
@@ -408,13 +378,18 @@ class Channel(kombu_redis.Channel):
             self._fits_nothing_until = time.monotonic() + _FITS_NOTHING_SECONDS
         return found
 
+    def _is_ready_to_fetch(self) -> bool:
+        """Return whether a fetch may run now, if there are free slots."""
+        is_consuming = self.leased and not self._closing and self.active_queues
+        return bool(is_consuming and not self.hands_over and not self._is_refused())
+
     def _num_lists_above(self, step: int) -> int:
         """Return how many of `_lists` have a higher priority than this step."""
         return sum(other < step for other in self.priority_steps) * len(self.active_queues)
 
     def fetch_preempting(self) -> bool:
         """Without a free slot, fetch messages that preempt running requests. Return False if none may be preempted."""
-        if not self.leased or self._closing or not self.active_queues or self.hands_over or self._is_refused():
+        if not self._is_ready_to_fetch():
             return False
         step, count = self.preemptible_slots()
         if count <= 0:

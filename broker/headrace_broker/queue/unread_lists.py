@@ -9,7 +9,15 @@ import re
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace_broker.keys import ALL_STEPS, PRIORITY_SEPARATOR, QUEUE_PREFIX, queue_lists, queue_name, wake_up_key
+from headrace_broker.keys import (
+    ALL_STEPS,
+    PRIORITY_SEPARATOR,
+    QUEUE_PREFIX,
+    arrived_key,
+    queue_lists,
+    queue_name,
+    wake_up_key,
+)
 from headrace_broker.models.registry import known_models
 from headrace_broker.scripts import script
 from headrace_wire.codes import PRIORITY_STEPS
@@ -33,6 +41,12 @@ def _steps_between(queue: str) -> dict[str, str]:
         for step in _STEPS
         if step not in served
     }
+
+
+def _lists_read(queue: str) -> tuple[str, ...]:
+    """Return all lists of the queue that workers read."""
+    lists = queue_lists(queue)
+    return (*lists, *map(arrived_key, lists), *_steps_between(queue), wake_up_key(queue))
 
 
 def _lengths(client: "redis.Redis", names: Collection[str]) -> dict[str, int]:
@@ -80,7 +94,7 @@ class UnreadListSearch:
 
     def step(self, queues: Collection[str]) -> bool:
         """Look at the next keys. Return whether all have been looked at; Redis's errors pass through."""
-        read = {name for queue in queues for name in (*queue_lists(queue), *_steps_between(queue), wake_up_key(queue))}
+        read = {name for queue in queues for name in _lists_read(queue)}
         found: Any = self._client.scan(self._cursor, f"*{QUEUE_PREFIX}*", _SCANNED_AT_ONCE, "list")
         self._cursor, keys = found
         for name in {key.decode(errors="replace") for key in keys} - read:

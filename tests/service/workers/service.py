@@ -177,7 +177,10 @@ class Service:
 
     def queued(self) -> int:
         lists = (QUEUE, *(f"{QUEUE}\x06\x16{step}" for step in (3, 6, 9)))
-        return sum(self.client.llen(name) + self.client.zcard(f"headrace:ready:ids:{name}") for name in lists)
+        unsorted = (*lists, *(f"headrace:ready:arrived:{name}" for name in lists))
+        return sum(map(self.client.llen, unsorted)) + sum(
+            self.client.zcard(f"headrace:ready:ids:{name}") for name in lists
+        )
 
     def wait_settled(self, timeout: float = 60.0) -> None:
         """Wait until nothing is queued or leased any more; acknowledgements come shortly after the results."""

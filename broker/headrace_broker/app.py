@@ -8,7 +8,7 @@ from celery import Celery
 from kombu import Exchange, Queue
 
 from headrace_broker.content import SERIALIZERS
-from headrace_broker.keys import QUEUE_PREFIX, queue_name
+from headrace_broker.keys import QUEUE_PREFIX, REAPER_SECONDS, queue_name
 from headrace_broker.server.sentinel import FAILOVER_SECONDS, SENTINEL_TIMEOUTS
 from headrace_broker.server.url import ServerUrl
 from headrace_broker.settings import BrokerSettings
@@ -127,7 +127,7 @@ def _worker_options(settings: BrokerSettings) -> dict[str, Any]:
         "prefix_affinity": settings.prefix_affinity,
         "tenant_quota": settings.max_queued_requests_per_tenant,
         # kombu's timer for restoring messages also drives the reaping of expired leases
-        "unacked_restore_interval": 1,
+        "unacked_restore_interval": REAPER_SECONDS,
         "unacked_restore_throttle": 1,
         "socket_connect_timeout": 5,
         "socket_keepalive": True,

@@ -25,6 +25,10 @@ ENGINE_LOSSES_SECONDS: Final = 86_400
 IDEMPOTENCY_SECONDS: Final = 86_400
 HUB_SECONDS: Final = 3600
 TOKENIZER_SECONDS: Final = 10
+REAPER_SECONDS: Final = 0.4
+"""How often the reaper of a queue renews its right, and others try to become it."""
+REAPER_MILLISECONDS: Final = 600
+"""How long a worker that has died stays the reaper of its queues. With `REAPER_SECONDS` it is a second at most."""
 SHARE_SECONDS: Final = 86_400
 """Lifetime of a tenant's service after its last message. Service is the tokens received, divided by the weight."""
 
@@ -33,6 +37,7 @@ KEYS: Final = KeySchema(
         "PRIORITY_SEPARATOR": PRIORITY_SEPARATOR,
         "ENDED_SECONDS": str(ENDED_SECONDS),
         "SHARE_SECONDS": str(SHARE_SECONDS),
+        "REAPER_MILLISECONDS": str(REAPER_MILLISECONDS),
         **{f"DEAD_{reason.name}": reason.value for reason in DeadLetterReason},
     }
 )
@@ -88,6 +93,12 @@ def held_key(list_name: str) -> str:
 def delayed_key(list_name: str) -> str:
     """The leases of the delayed messages of this list."""
     return f"{LEASES_KEY}:delayed:{list_name}"
+
+
+@KEYS.built("string", _WORKER, f"{REAPER_MILLISECONDS} ms")
+def reaper_key(queue: str) -> str:
+    """The owner of leases that returns expired leases of this queue. Each of its renewals sets the lifetime again."""
+    return f"headrace:lease:reaper:{queue}"
 
 
 # -- messages that wait: a queue has four lists, one per priority step. A worker sorts a message: it moves it from its
@@ -246,7 +257,7 @@ def step_of(list_name: str) -> int:
 def queue_key_types(queue: str) -> dict[str, RedisType]:
     """Return the type of each key that all messages of a queue need. Keys of single tenants are not included."""
     lists = queue_lists(queue)
-    of_queue = (waiting_key, delayed_tenants_key, costs_key, wake_up_key)
+    of_queue = (reaper_key, waiting_key, delayed_tenants_key, costs_key, wake_up_key)
     of_lists = (arrived_key, sorted_ids_key, held_key, delayed_key, tenants_key, served_key)
     fixed = [key for key in KEYS if not key.parts and key.name not in ("models", "probe")]
     return (

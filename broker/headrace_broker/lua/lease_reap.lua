@@ -1,6 +1,8 @@
 -- Returns messages whose lease has expired to their queue, and orphans: messages that are neither leased nor waiting.
+-- Wakes a worker for messages whose woken worker may have died.
+-- KEYS: LIST[]
 -- ARGV: most
--- most: how many expired leases one call handles. Result: {number of messages with an expired lease that it returned,
+-- LIST: lists of the queues that the reaper serves. most: how many expired leases one call handles. Result: {number of messages with an expired lease that it returned,
 -- the problem that blocks others or '', number of orphans that it returned}.
 local RETRY_SECONDS = 1
 -- This removal of nothing fails while the server accepts no writes, and the call ends. The other workers cannot renew
@@ -33,4 +35,5 @@ local num_orphans = 0
 for _, id in ipairs(redis.call('HRANDFIELD', LEASE_BODIES, ORPHANS_CHECKED)) do
   if is_orphan(id) and not requeue(id) then num_orphans = num_orphans + 1 end
 end
+wake(LIST)
 return {num_requeued, problem, num_orphans}

@@ -110,6 +110,16 @@ local function return_arrived(list)
   while redis.call('LMOVE', arrived_key(list), list, 'LEFT', 'RIGHT') do end
 end
 
+-- Lets the messages of these lists that no worker has taken wake idle workers.
+local function wake(lists)
+  local queues = {}
+  for _, list in ipairs(lists) do
+    if not (problem_of(list, 'list') or problem_of(arrived_key(list), 'list')) then return_arrived(list) end
+    queues[queue_of(list)] = true
+  end
+  for queue in pairs(queues) do update_wake_up(queue) end
+end
+
 local function trim(key)
   redis.call('ZREMRANGEBYRANK', key, 0, -MOST_TENANTS - 1) -- the dropped tenants would start there anyway
   redis.call('EXPIRE', key, SHARE_SECONDS)

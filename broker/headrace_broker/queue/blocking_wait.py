@@ -14,7 +14,7 @@ from kombu.transport.redis import MultiChannelPoller
 
 from headrace_broker.keys import arrived_key, wake_up_key
 
-WAIT_SECONDS: Final = 2.0
+WAIT_SECONDS: Final = 10.0
 """How long one wait lasts if no message arrives. A server that has not answered some seconds later is gone."""
 
 _OVERDUE_SECONDS: Final = WAIT_SECONDS + 5.0
@@ -63,7 +63,8 @@ class BlockingWait:
         if self.connection._sock is None or key not in poller._chan_to_sock:
             poller._register(*key)
         self._started_at = None
-        self.connection.send_command(*self._command)
+        # A health check would wait for its reply here, on a connection that may be half open.
+        self.connection.send_command(*self._command, check_health=False)
         self._started_at = time.monotonic()
 
     def read_reply(self) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import redis
 
-from headrace_broker.keys import step_of
+from headrace_broker.keys import reaper_key, step_of
 from headrace_broker.queue.dead_letters import DeadLetter
 from headrace_broker.queue.fair_share import FairShare
 from headrace_broker.scripts import script
@@ -38,6 +38,8 @@ _SORT_ROUNDS: Final = 30
 _SORT_ONLY_ROUNDS: Final = 3
 """The same for `Leases.sort`, which fetches nothing."""
 
+
+_ELECT: Final = script("lease_elect")
 
 SCRIPTS: Final = {
     name: script("key_checks", "tenant_prelude", "lease_prelude", "ready_prelude", f"lease_{name}")
@@ -107,8 +109,10 @@ class Leases:
         self.on_lost: Callable[[Any], None] = lambda _held: None
         self.on_dead_letter: Callable[[DeadLetter], None] = lambda _letter: None
         self.on_refused: Callable[[str], None] = lambda _reason: None
-        self._lists: Final[dict[str, None]] = {}
-        """Lists of the queues that this process serves."""
+        self._lists: Final[dict[str, Sequence[str]]] = {}
+        """By queue that this process serves: its lists."""
+        self.is_reaper = False
+        """Whether this process returns the messages of expired leases, as the only one of a queue."""
         self._held: Final[dict[str, Any]] = {}
         self._pending: Final[dict[str, Callable[[], None]]] = {}
         self._tokens: Final[dict[str, int]] = {}
@@ -118,14 +122,15 @@ class Leases:
         self._refused = False
         """A command failed, and Redis has accepted no write since."""
         self._run: Final = {name: each.bound(client) for name, each in SCRIPTS.items()}
+        self._elect: Final = _ELECT.bound(client)
 
     def __len__(self) -> int:
         """Return how many messages are held."""
         return len(self._held)
 
-    def serve(self, lists: Sequence[str]) -> None:
-        """Look after the lists of a queue in `reap` from now on."""
-        self._lists.update(dict.fromkeys(lists))
+    def serve(self, queue: str, lists: Sequence[str]) -> None:
+        """Be a candidate for the reaper of this queue from now on, see `reap`."""
+        self._lists[queue] = lists
 
     def fetch(
         self, lists: Sequence[str], count: int, *, taken_from: int | None = None, split_from: int | None = None
@@ -330,19 +335,26 @@ class Leases:
         """Return messages of expired leases to their queues; return how many. Redis's errors pass through.
 
         One call returns 500 messages at most. It also checks a few stored messages, and returns those that are neither
-        leased nor waiting. If messages wait in the lists of `serve`, it wakes a worker, because the one that they woke
+        leased nor waiting. If messages wait in the queues of `serve`, it wakes a worker, because the one that they woke
         may have died.
+
+        One worker a queue is the reaper, and the calls of the others do nothing. If the reaper does not call this for
+        `keys.REAPER_MILLISECONDS`, another caller is the reaper. A process that serves no queue always reaps.
         """
         try:
             if self._refused:
                 self._renew_held()  # the outage is over only when Redis accepts this
                 self.pause_reaping()
-            if self._lists:
-                self.wake([*self._lists])
-            if self._clock() < self._reap_from:
+            lists = [name for lists in self._lists.values() for name in lists]
+            self.is_reaper = False
+            if self._clock() < self._reap_from:  # another worker may be able to reap
+                self.wake(lists)
                 return 0
+            if self._lists and not self._elect(self.owner, reaper=[*map(reaper_key, self._lists)]):
+                return 0
+            self.is_reaper = True
             self._renew_if_late()
-            reaped, problem, orphans = self._run["reap"](_REAPED_AT_ONCE)
+            reaped, problem, orphans = self._run["reap"](_REAPED_AT_ONCE, list=lists)
         except REDIS_ERRORS:
             self._refused = True
             raise

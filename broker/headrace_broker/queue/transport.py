@@ -214,7 +214,7 @@ class Channel(kombu_redis.Channel):
                 raise TransportConfigurationError(f"queue {queue} is leased, so its messages must be acknowledged")
             self.leased = leased
             if leased:
-                self.leases.serve(self._lists_of(queue))
+                self.leases.serve(queue, self._lists_of(queue))
         return super().basic_consume(queue, no_ack, *args, **kwargs)
 
     def _is_leased(self, queue: str) -> bool:
@@ -321,16 +321,16 @@ class Channel(kombu_redis.Channel):
         Redis has woken no other worker. So if this one cannot fetch, it wakes another one.
         """
         try:
-            has_message = wait.read_reply()
+            if not wait.read_reply():
+                return False
             may_fetch = self._is_ready_to_fetch() and self.free_slots() > 0 and wait.queue in self.active_queues
-            if has_message and not may_fetch:
+            if not may_fetch:
                 self.leases.wake(self._lists_of(wait.queue))
         except redis.ResponseError as error:
             return self._fetch_past(error)
         if self.fetch():
             return True
-        if has_message:
-            self.schedule_preempting_fetch()
+        self.schedule_preempting_fetch()
         return False
 
     def schedule_remaining_preempting(self) -> None:

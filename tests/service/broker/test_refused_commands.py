@@ -16,6 +16,7 @@ from headrace_broker.keys import (
     LEASES_KEY,
     ended_key,
     queue_lists,
+    reaper_key,
     sorted_ids_key,
     stream_key,
     tenant_ids_key,
@@ -28,7 +29,7 @@ from headrace_broker.server.connections import REDIS_ERRORS, connect
 from headrace_broker.server.embedded import EmbeddedServer
 from headrace_broker.streams.writer import StreamWrite, StreamWriter
 from headrace_wire.codes import DeadLetterReason
-from service.broker.tenant_messages import LISTS, envelope, name_of, push
+from service.broker.tenant_messages import LISTS, QUEUE, envelope, name_of, push
 from service.redis_users import url_of
 
 LIMIT: Final = 5
@@ -46,6 +47,7 @@ class Flow:
     def __init__(self, admin: "redis.Redis", user: "redis.Redis") -> None:
         self.admin = admin
         self.leases = self.make_leases(user)
+        self.leases.serve(QUEUE, LISTS)
         self.refused = 0
         self.done: Counter[str] = Counter()
         self.deliveries: dict[str, int] = {}
@@ -113,6 +115,7 @@ class Flow:
         while messages := other.fetch(LISTS, 100):
             self._settle(other, messages)
         other.purge(OTHER_LISTS)
+        self.admin.delete(reaper_key(QUEUE))  # it expires soon
 
 
 @pytest.fixture

@@ -275,6 +275,8 @@ class EngineStep(bootsteps.StartStopStep):
 
     def _gather_steps(self) -> None:
         """Move messages of Celery's ten priority_steps to the lists that workers read. Report lists with a `sep`."""
+        if self._leases is None or not self._leases.is_reaper:  # one worker of a queue does it
+            return
         try:
             gather_steps(self.client, self.queues)
             for name in set(separated_lists(self.client, self.queues)) - self._reported:

@@ -124,6 +124,13 @@ class WorkerSettings(EngineOptions):
         least=0,
         most=5,
     )
+    fetch_quantum: int = option(
+        4,
+        "How many choices are taken from the queue before the engine begins a step with them. A low number divides a "
+        "burst among all workers; a single worker that serves short prompts may be faster with its number of slots.",
+        metavar="N",
+        least=1,
+    )
     max_preemptions: int = option(
         3,
         "How often a request may be returned to the queue to make room for requests of higher priority; 0: never.",

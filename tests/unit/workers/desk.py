@@ -97,6 +97,7 @@ class Desk:
         engine: str = "fake",
         capabilities: EngineCapabilities = CAPABILITIES,
         *,
+        fetch_quantum: int | None = None,
         prepares_plain_requests: bool = False,
     ) -> None:
         processes: dict[bool, InlineProcess] = {}
@@ -115,6 +116,7 @@ class Desk:
                 names=["tiny"],
                 adapters=adapters or Adapters({}),
                 max_num_seqs=max_num_seqs,
+                fetch_quantum=fetch_quantum or max_num_seqs,
                 max_delay_seconds=3600,
                 preparation_settings={"logits_processors": list(logits_processors)},
                 engine=engine,

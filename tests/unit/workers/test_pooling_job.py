@@ -105,6 +105,14 @@ def test_messages_are_taken_by_their_tokens(sizes: list[int], most: int) -> None
     assert credit.messages(STEPS * 1024, MESSAGES) == 0
 
 
+@pytest.mark.parametrize(("size", "messages"), [(50, 20), (1000, 1), (5000, 0)])
+def test_the_messages_of_one_step_are_counted_by_their_tokens(size: int, messages: int) -> None:
+    credit = TokenCredit(1024)
+    for _ in range(60):
+        credit.took(size)
+    assert credit.step_messages == messages
+
+
 def test_a_few_messages_are_taken_one_by_one_behind_a_long_one() -> None:
     credit = TokenCredit(1024)
     credit.took(50)

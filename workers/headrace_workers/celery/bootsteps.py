@@ -112,6 +112,7 @@ class EngineStep(bootsteps.StartStopStep):
             names=settings.served_names,
             adapters=adapters,
             max_num_seqs=max_num_seqs,
+            fetch_quantum=settings.fetch_quantum,
             max_delay_seconds=settings.max_delay_seconds,
             preparation_settings={
                 "model": config.model.model,

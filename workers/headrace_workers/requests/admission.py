@@ -98,13 +98,23 @@ class Admission:
         return self._preemption.wait_seconds
 
     def free_slots(self) -> int:
-        """Count the choices that messages taken now may have: free slots, or 0 while requests wait in the engine."""
-        room = self._model.max_num_seqs - self.preparation.num_choices - self._in_flight.slots_used
+        """Count the choices that messages taken now may have: free slots, or 0 while requests wait in the engine.
+
+        They are at most `fetch_quantum` choices in addition to those that have begun, so that a burst reaches all idle
+        workers: each takes a few messages, and the next ones when its engine begins a step. A worker of a pooling model
+        may take the messages of one step, which are many if they are short.
+        """
+        num_preparing = self.preparation.num_choices
+        room = self._model.max_num_seqs - num_preparing - self._in_flight.slots_used
         # Called many times a second, so the cheap checks come first.
         if self._engine.num_waiting or room <= 0 or self._takes_nothing:
             return 0
-        if self._credit is None:
-            return room
+        quantum = self._model.fetch_quantum
+        if self._credit is not None:
+            quantum = max(quantum, self._credit.step_messages)
+        room = min(room, quantum - num_preparing - self._in_flight.num_for_next_step)
+        if self._credit is None or room <= 0:
+            return max(0, room)
         return min(room, self._credit.messages(self._backlog(), len(self._in_flight) + len(self.preparation)))
 
     def _backlog(self) -> int:

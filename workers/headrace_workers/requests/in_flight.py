@@ -76,6 +76,8 @@ class InFlight:
         self._slots_used: int | None = None
         self._split_below: int | None = None
         """Caches; None: count again. The event loop reads the numbers in each turn, and they seldom change."""
+        self._next_step: dict[str, int] = {}
+        """Request id -> number of its choices that the engine got while it computed a step."""
         self.isolation = Isolation(writer)
         self._listeners = ListenerWatch(Listeners(client))
         self._publish_interval = publish_interval
@@ -127,6 +129,11 @@ class InFlight:
         if self._slots_used is None:
             self._slots_used = sum(job.num_slots for job in self)
         return self._slots_used
+
+    @property
+    def num_for_next_step(self) -> int:
+        """Number of choices that the engine got while it computed a step. They begin with its next step."""
+        return sum(self._next_step.values())
 
     @property
     def num_tokens_left(self) -> int:
@@ -253,6 +260,7 @@ class InFlight:
 
     def _remove(self, job: Job) -> None:
         del self._jobs[job.request_id]
+        self._next_step.pop(job.request_id, None)
         self._slots_changed()
         job.cancel_timers()
 
@@ -297,6 +305,7 @@ class InFlight:
         """Send all requests, or only the suspect that must run alone, to an engine that has none."""
         for job in self:
             job.unsent = None
+        self._next_step.clear()
         self._slots_changed()
         for job in self.isolation.choose(self._jobs.values()):
             if job.num_done:
@@ -321,6 +330,8 @@ class InFlight:
                     missing = self._num_reserved - sum(other.num_slots for other in self if self._is_large(other))
                     room = max(0, min(room, max(room - self._num_reserved, missing)))
                 todo, job.unsent = job.unsent[:room], job.unsent[room:]
+                if todo and self.slots_used:  # else the engine is idle, and begins a step now
+                    self._next_step[job.request_id] = self._next_step.get(job.request_id, 0) + len(todo)
                 self._slots_changed()
                 self._supervisor.send(todo)
 
@@ -372,7 +383,8 @@ class InFlight:
     # -- outputs of the engine ------------------------------------------------------------------------------------
 
     def publish(self, outputs: EngineCoreOutputs) -> None:
-        """Write the output of one step to the streams."""
+        """Write the output of one step to the streams. The engine begins the next step meanwhile."""
+        self._next_step.clear()
         self._note_admitted(outputs.stats)
         self._publish_due(outputs)
         self._feed()

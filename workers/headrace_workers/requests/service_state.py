@@ -22,6 +22,8 @@ class ServedModel:
     adapters: Adapters
     max_num_seqs: int
     """Choices that the engine runs at once."""
+    fetch_quantum: int
+    """Choices that are taken from the queue before the engine begins a step with them."""
     max_delay_seconds: float
     """Seconds that a message's ETA may lie ahead."""
     preparation_settings: Mapping[str, Any]

@@ -19,12 +19,18 @@ class TokenCredit:
     """
 
     def __init__(self, step_tokens: int) -> None:
+        self._step_tokens = step_tokens
         self._most = STEPS * step_tokens
         self._average = float(self._most)
 
     def took(self, num_tokens: int) -> None:
         """Learn the size of a message."""
         self._average += _WEIGHT * (max(1, num_tokens) - self._average)
+
+    @property
+    def step_messages(self) -> int:
+        """Number of messages that one step computes."""
+        return int(self._step_tokens / self._average)
 
     def messages(self, backlog: int, num_messages: int) -> int:
         """Return how many messages to take while the engine has to compute `backlog` tokens of `num_messages`.

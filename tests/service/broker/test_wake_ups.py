@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import redis
-from kombu import Connection
+from kombu import Connection, Consumer, Queue
 
 from headrace_broker.app import LEASE_TRANSPORT
 from headrace_broker.keys import arrived_key, wake_up_key
-from headrace_broker.queue import transport
+from headrace_broker.queue import blocking_wait, transport
 from headrace_broker.queue.blocking_wait import wait_command, wake_up_command
 from headrace_broker.queue.leases import Leases
 from headrace_broker.queue.levels import QueueLevelReader, read_backlog, read_tenant_level
@@ -68,15 +68,21 @@ def waiters(redis_client: "redis.Redis") -> Iterator[Waiters]:
 
 
 @pytest.fixture
-def loop(redis_server: EmbeddedServer) -> Iterator[Loop]:
-    """An idle worker. Its blocking waits, one a list and one for the wake-up token, are the oldest."""
+def loop(redis_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Loop]:
+    """An idle worker that never reaps. Its blocking waits, one a list and one for the wake-up token, are the oldest."""
+    monkeypatch.setattr(blocking_wait, "WAIT_SECONDS", MANY_SECONDS)
     Transport.lease_registry._leases.clear()  # as if each test ran in a process of its own
     Transport.lease_registry._timers.clear()
-    loop = Loop(redis_server.url, lease_seconds=60)
-    for _ in range(3):
-        loop.hub.run_once()
+    loop = Loop(redis_server.url, lease_seconds=60, reap_seconds=MANY_SECONDS)
+    until_waiting(loop)
     yield loop
     loop.close()
+
+
+def until_waiting(loop: Loop) -> None:
+    """Run the loop until it has started its waits."""
+    loop.hub.call_soon(lambda: None)  # or it would wait for an event
+    loop.hub.run_once()
 
 
 def test_a_message_wakes_one_of_all_idle_workers(waiters: Waiters, redis_client: "redis.Redis") -> None:
@@ -161,8 +167,13 @@ def test_a_worker_that_hands_over_passes_messages_on(
 def test_a_worker_passes_messages_of_a_cancelled_queue_on(
     loop: Loop, waiters: Waiters, redis_client: "redis.Redis"
 ) -> None:
-    for tag in [*loop.channel._tag_to_queue]:
-        loop.channel.basic_cancel(tag)
+    """It takes messages of its other queue."""
+    Consumer(loop.channel, [Queue("headrace.other")], on_message=loop.messages.append, accept=["msgpack"]).consume()
+    for tag, queue in [*loop.channel._tag_to_queue.items()]:
+        if queue == QUEUE:
+            loop.channel.basic_cancel(tag)
+    until_waiting(loop)
+    until(lambda: waiters.num_blocked() == 10)  # five for each queue
     waiters.add(wait_command(LISTS[0]))
     num_blocked = waiters.num_blocked()
     push(redis_client, "a", ["x"])
@@ -185,21 +196,18 @@ def test_a_message_whose_woken_worker_died_is_taken_by_another(
 
 
 def test_a_wake_up_token_that_was_lost_is_made_again(
-    loop: Loop,
     make_leases: Callable[..., Leases],
     send: Callable[..., None],  # noqa: F811
+    redis_server: EmbeddedServer,
     redis_client: "redis.Redis",
 ) -> None:
-    loop.free_slots = 0
     for number in range(2):
         send(number)
     take(make_leases())
-    for _ in range(9):
-        loop.hub.run_once()  # its blocking waits are answered
     redis_client.delete(wake_up_key(QUEUE))
-    loop.run_until(lambda: bool(redis_client.exists(wake_up_key(QUEUE))))
-    loop.free_slots = 10
+    loop = Loop(redis_server.url, lease_seconds=60)
     loop.run_until(lambda: len(loop.messages) == 1)
+    loop.close()
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ VLLM_VENV := .venv-vllm-$(VLLM_VERSION)
 # most modules are never imported; Python compiles the others when they are
 QUIET := --quiet --disable-pip-version-check --no-compile
 
-.PHONY: help demo test bytecode test-all mutations test-xla test-vllm test-triton triton browser model lint ops-tools packages check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz gguf schemas tool-oracle conformance clients comply chaos chaos-batch hostile load attacks stack systemd venv clean
+.PHONY: help demo test bytecode test-all mutations test-xla test-vllm test-triton triton browser model lint ops-tools packages check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz gguf schemas tool-oracle conformance clients comply chaos chaos-batch hostile load fleet-idle fleet-burst attacks stack systemd venv clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -190,6 +190,12 @@ hostile: $(STAMP) ## 10,000 hostile messages on a real service, with a table of 
 
 load: $(STAMP) ## 10,000 queued requests and 1,000 live subscribers for ten minutes, with a table of what it costs
 	@cd tests && ../$(BIN)/python -m load
+
+fleet-idle: $(STAMP) ## what idle workers cost Redis, and how many of them one message wakes
+	@cd tests && ../$(BIN)/python -m fleet.idle
+
+fleet-burst: $(STAMP) ## how 40 requests at once spread over four idle workers, and how long their first tokens take
+	@cd tests && ../$(BIN)/python -m fleet.burst
 
 attacks: $(STAMP) ## what a tenant notices while another one attacks the gateway: six attacks of half a minute each
 	@cd tests && ../$(BIN)/python -m load.attacks

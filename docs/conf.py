@@ -44,7 +44,7 @@ NAVIGATION = {
         "remote-control",
     ],
     "Reference": ["reference/index", "wire", "sampling", "models", "quantization", "engines", "vllm"],
-    "Background": ["dependability", "determinism", "performance", "gpu", "neuron", "decisions/README"],
+    "Background": ["dependability", "determinism", "performance", "scale", "gpu", "neuron", "decisions/README"],
     "Runbooks": ["runbooks/README"],
 }
 _SECTIONS = {

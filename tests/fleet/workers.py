@@ -1,0 +1,73 @@
+"""Workers whose engine sleeps, and what Redis spends on them."""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import redis
+
+from chaos.model import save_chaos_model
+from headrace_broker.server.embedded import EmbeddedServer
+from service.workers.service import Service
+
+SLOTS = 64
+STEP_TOKENS = 2048
+"""Most tokens that a step of the engine computes."""
+
+
+@contextmanager
+def sleeping_service(step_seconds: float) -> Iterator["SleepingService"]:
+    """Yield a server without workers. A step of its workers' engines sleeps for `step_seconds`."""
+    with tempfile.TemporaryDirectory() as temporary, EmbeddedServer(environ={}, password=False) as server:
+        service = SleepingService(server, save_chaos_model(Path(temporary) / "tiny"), Path(temporary))
+        service.environ = {
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "LOAD_STEP_SECONDS": str(step_seconds),
+            "LOAD_PUBLISH_FILE": str(Path(temporary) / "published.json"),
+        }
+        try:
+            yield service
+        finally:
+            service.close()
+
+
+class SleepingService(Service):
+    environ: dict[str, str]
+
+    def start_workers(self, count: int) -> None:
+        """Start so many workers, and wait until they are ready."""
+        command = [sys.executable, "-m", "load.worker"]
+        settings = {"max_num_seqs": SLOTS, "max_num_batched_tokens": STEP_TOKENS}
+        started = [self.start_worker(command=command, environ=self.environ, **settings) for _ in range(count)]
+        for worker in started:
+            worker.wait_ready()
+
+
+def cpu_seconds(client: "redis.Redis") -> float:
+    """Return the processor time of the server so far."""
+    info = client.info("cpu")
+    return float(info["used_cpu_user"] + info["used_cpu_sys"])
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What Redis has done so far, or between two moments."""
+
+    cpu_seconds: float
+    commands: int
+    scripts: int
+
+    @classmethod
+    def read(cls, client: "redis.Redis") -> "Spent":
+        calls = {name: figures["calls"] for name, figures in client.info("commandstats").items()}
+        return cls(
+            cpu_seconds(client),
+            sum(calls.values()),
+            sum(calls.get(f"cmdstat_{name}", 0) for name in ("eval", "evalsha")),
+        )
+
+    def __sub__(self, other: "Spent") -> "Spent":
+        return Spent(self.cpu_seconds - other.cpu_seconds, self.commands - other.commands, self.scripts - other.scripts)

@@ -20,11 +20,14 @@ def ask(desk: Desk, name: str, n: int = 1) -> FakeCeleryRequest:
     return desk.accept(FakeCeleryRequest(name, kwargs, lease_id=name, choices=n))
 
 
-def test_messages_that_are_prepared_count(desk: Desk) -> None:
+def test_messages_of_two_fetches_are_prepared_at_once(desk: Desk) -> None:
     desk.slow.is_held = desk.quick.is_held = True
     for number in range(QUANTUM):
-        assert desk.admission.free_slots() == QUANTUM - number
+        assert desk.admission.free_slots() == QUANTUM
         ask(desk, f"r{number}")
+    for number in range(QUANTUM):
+        assert desk.admission.free_slots() == QUANTUM - number
+        ask(desk, f"last {number}")
     assert desk.admission.free_slots() == 0
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import structlog
 from celery.worker.state import task_ready, task_reserved
@@ -42,6 +42,11 @@ from headrace_workers.requests.token_credit import BYTES_PER_TOKEN, TokenCredit
 from headrace_workers.requests.tracing import RequestTracing
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
+
+
+_PREPARED_QUANTA: Final = 2
+"""Messages of so many fetches are prepared at once. Those that are refused never reach the engine: with one fetch at a
+time they are refused half as fast. With four, one worker takes half of a burst of 40."""
 
 
 class Admission:
@@ -100,9 +105,9 @@ class Admission:
     def free_slots(self) -> int:
         """Count the choices that messages taken now may have: free slots, or 0 while requests wait in the engine.
 
-        They are at most `fetch_quantum` choices in addition to those that have begun, so that a burst reaches all idle
-        workers: each takes a few messages, and the next ones when its engine begins a step. A worker of a pooling model
-        may take the messages of one step, which are many if they are short.
+        One fetch takes at most `fetch_quantum` choices, less those that wait for the engine's next step. So a burst
+        reaches all idle workers: each takes a few messages, and the next ones when its engine begins a step. A worker
+        of a pooling model may take the messages of one step, which are many if they are short.
         """
         num_preparing = self.preparation.num_choices
         room = self._model.max_num_seqs - num_preparing - self._in_flight.slots_used
@@ -112,7 +117,7 @@ class Admission:
         quantum = self._model.fetch_quantum
         if self._credit is not None:
             quantum = max(quantum, self._credit.step_messages)
-        room = min(room, quantum - num_preparing - self._in_flight.num_for_next_step)
+        room = min(room, quantum - self._in_flight.num_for_next_step, _PREPARED_QUANTA * quantum - num_preparing)
         if self._credit is None or room <= 0:
             return max(0, room)
         return min(room, self._credit.messages(self._backlog(), len(self._in_flight) + len(self.preparation)))

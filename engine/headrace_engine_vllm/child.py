@@ -3,8 +3,9 @@
 import os
 import sys
 import warnings
-from typing import TYPE_CHECKING
 
+from headrace_engine.checkpoints.pooling_folder import read_pooling_spec
+from headrace_engine.core.pooling_core import PoolingCore
 from headrace_engine.core.serving import Core, run
 from headrace_engine.errors import ConfigError
 from headrace_engine.options.config import EngineConfig
@@ -12,23 +13,31 @@ from headrace_engine_vllm.environment import prepare
 from headrace_engine_vllm.log_lines import guard_logs
 from headrace_engine_vllm.versions import check_version
 
-if TYPE_CHECKING:
-    from headrace_engine_vllm.core import VLLMCore
-
 
 def _make_core(config: EngineConfig) -> Core:
     prepare(config, os.environ)
     logs = guard_logs()
     warnings.simplefilter("ignore", FutureWarning)  # about how vLLM uses torch
-    version, core_type = _import_vllm()
-    core: VLLMCore = core_type(config, version)
-    core.warm_up()
+    version = _import_vllm()
+    core: Core = _core_of(config, version)
     logs.is_serving = True
     return core
 
 
-def _import_vllm() -> "tuple[str, type[VLLMCore]]":
-    """Import vLLM, which reads the environment at its import. Return its version and the core.
+def _core_of(config: EngineConfig, version: str) -> Core:
+    if read_pooling_spec(config.model.model) is not None:
+        from headrace_engine_vllm.pooling import VLLMPoolingRunner
+
+        return PoolingCore(config, VLLMPoolingRunner(config, version))
+    from headrace_engine_vllm.core import VLLMCore
+
+    core = VLLMCore(config, version)
+    core.warm_up()
+    return core
+
+
+def _import_vllm() -> str:
+    """Import vLLM, which reads the environment at its import. Return its version.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -38,7 +47,7 @@ def _import_vllm() -> "tuple[str, type[VLLMCore]]":
         from vllm.version import __version__ as version
 
         check_version(version, os.environ)
-        from headrace_engine_vllm.core import VLLMCore
+        import headrace_engine_vllm.startup  # noqa: F401  # imports all of vLLM that is needed
     except (ImportError, ConfigError):
         raise
     except Exception as error:  # such as torch's error for a package that was built for another torch
@@ -47,7 +56,7 @@ def _import_vllm() -> "tuple[str, type[VLLMCore]]":
             f"vLLM cannot be imported by {sys.executable} ({type(error).__name__}: {reason}): repair that "
             "environment, or give another one as engine_python"
         ) from error
-    return version, VLLMCore
+    return version
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from headrace_engine_vllm.extensions.scheduler import resuming
 from headrace_engine_vllm.options import vllm_options
 
 if TYPE_CHECKING:
+    from vllm.config import PoolerConfig
+
     from headrace_engine.options.config import EngineConfig
 
 
@@ -42,6 +44,23 @@ def create_engine(config: "EngineConfig", version: str) -> LLMEngine:
         remove_stale_memory()
     with startup_errors(model, "cannot start"):
         return LLMEngine(vllm_config, Executor.get_class(vllm_config), log_stats=True, multiprocess_mode=False)
+
+
+def create_pooling_engine(config: "EngineConfig", version: str, pooler: "PoolerConfig | None") -> LLMEngine:
+    """Load a model that embeds or classifies, with vLLM's own scheduler. Raises the errors of `create_engine`.
+
+    Args:
+        version: of vLLM.
+        pooler: how hidden states are pooled. None: as vLLM reads the model.
+    """
+    model = config.model.model
+    options = {**vllm_options(config), "runner": "pooling", "pooler_config": pooler}
+    if options["enable_prefix_caching"]:
+        del options["enable_prefix_caching"]  # vLLM knows which of these models can have it
+    with startup_errors(model, f"vLLM {version} refuses the options"):
+        vllm_config = EngineArgs(**options).create_engine_config()
+    with startup_errors(model, "cannot start"):
+        return LLMEngine(vllm_config, Executor.get_class(vllm_config), log_stats=False, multiprocess_mode=False)
 
 
 def _check_lora(config: "EngineConfig", version: str) -> None:

@@ -10,7 +10,6 @@ from headrace_engine.checkpoints.checkpoint import fingerprint
 from headrace_engine.checkpoints.pooling_folder import PoolingSpec, read_pooling_spec
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.options.config import EngineConfig
-from headrace_engine.requests.pooling_request import PoolingCoreRequest, PoolingTask
 from headrace_engine.runner.attention.varlen import NativeVarlen, TorchVarlen, VarlenAttention
 from headrace_engine.runner.contracts import ModelInfo, PoolingBatch, PoolingInfo
 from headrace_engine.runner.linear import native_linear, packed_linear
@@ -24,7 +23,8 @@ from headrace_engine.runner.pooling.encoders import Encoder, EqualLengthEncoder,
 from headrace_engine.runner.pooling.gelu_fusion import GeluFusion
 from headrace_engine.runner.pooling.heads import ClassifierHead, Head, LogitScoreHead
 from headrace_engine.runner.pooling.packing_probe import PackingProbe
-from headrace_engine.runner.pooling.vectors import ModuleChain, Step, activation_of, normalized
+from headrace_engine.runner.pooling.rows import RowFinisher, labels_of, pooling_info
+from headrace_engine.runner.pooling.vectors import ModuleChain
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,7 @@ class CPUPoolingRunner:
         self._spec: PoolingSpec
         self._encoder: Encoder
         self._head: Head
-        self._activation: Step
-        self._class_activation: Step
+        self._finisher: RowFinisher
 
     @torch.inference_mode()
     def load_model(self) -> ModelInfo:
@@ -119,24 +118,11 @@ class CPUPoolingRunner:
 
     def _make_head(self, model: PreTrainedModel, linear: LinearKind | None) -> Head:
         spec, name = self._spec, self._config.model.model
-        several = False
-        head: Head
         if spec.modules:
-            size = model.config.get_text_config().hidden_size
-            chain = ModuleChain(name, spec.modules, size, linear)
-            several = chain.dimensions > 1
-            head = chain
-        elif spec.head == "classifier":
-            several = model.config.num_labels > 1
-            head = ClassifierHead(model, linear)
-        else:
-            head = LogitScoreHead(model, spec, linear)
-        self._activation = activation_of(spec.activation or ("Identity" if several else "Sigmoid"))
-        self._class_activation = self._activation
-        if several and spec.activation in (None, "Identity"):
-            is_multi_label = getattr(model.config, "problem_type", None) == "multi_label_classification"
-            self._class_activation = torch.sigmoid if is_multi_label else _softmax
-        return head
+            return ModuleChain(name, spec.modules, model.config.get_text_config().hidden_size, linear)
+        if spec.head == "classifier":
+            return ClassifierHead(model, linear)
+        return LogitScoreHead(model, spec, linear)
 
     def _check(self, probe: PackingProbe, head: Head, model: PreTrainedModel) -> None:
         problem = probe.difference(self._encoder, head)
@@ -158,28 +144,19 @@ class CPUPoolingRunner:
         return wanted
 
     def _info(self, head: Head, model: PreTrainedModel, max_tokens: int, batch_invariant: bool) -> PoolingInfo:
-        spec = self._spec
-        tasks: tuple[PoolingTask, ...] = ("embed",)
-        labels: tuple[str, ...] = ()
-        dimensions = head.dimensions if isinstance(head, ModuleChain) else 1
-        if spec.head == "classifier":
-            if not isinstance(head, ModuleChain):
-                labels = tuple(str(label) for _, label in sorted(model.config.id2label.items()))
-                dimensions = len(labels)
-            tasks = ("score", "classify") if dimensions == 1 else ("classify",)
-        elif spec.head == "logit_score":
-            tasks = ("score",)
-        return PoolingInfo(
-            tasks=tasks,
-            dimensions=dimensions,
+        labels = labels_of(model.config) if isinstance(head, ClassifierHead) else []
+        dimensions = head.dimensions if isinstance(head, ModuleChain) else len(labels) or 1
+        self._finisher = RowFinisher(
+            self._spec,
+            dimensions,
+            normalizes=isinstance(head, ModuleChain) and head.normalizes,
+            is_multi_label=getattr(model.config, "problem_type", None) == "multi_label_classification",
+        )
+        return pooling_info(
+            self._spec,
+            dimensions,
+            labels,
             max_input_tokens=max_tokens,
-            labels=labels,
-            matryoshka_dimensions=spec.matryoshka_dimensions,
-            takes_any_dimensions=spec.is_matryoshka and not spec.matryoshka_dimensions,
-            prompts=dict(spec.prompts),
-            default_prompt_name=spec.default_prompt_name,
-            pools_prompt=spec.pools_prompt,
-            renders_pairs=spec.head == "logit_score",
             max_step_tokens=self._config.scheduler.max_pooling_tokens,
             batch_invariant=batch_invariant,
         )
@@ -189,23 +166,8 @@ class CPUPoolingRunner:
         inputs = batch.inputs()
         computed = self._head(self._encoder(inputs), inputs)
         rows = torch.split(computed, [len(indices) for _, indices in batch.requests])
-        found: list[bytes | None] = []
-        for (request, _), own in zip(batch.requests, rows, strict=True):
-            finished = self._finish(request, own)
-            finite = finished.isfinite().all(1).tolist()
-            encoded = finished.numpy().astype("<f4")
-            found += [row.tobytes() if good else None for row, good in zip(encoded, finite, strict=True)]
-        return found
-
-    def _finish(self, request: PoolingCoreRequest, rows: torch.Tensor) -> torch.Tensor:
-        if request.task == "embed":
-            assert isinstance(self._head, ModuleChain)
-            rows = rows[:, : request.dimensions]
-            normalizes = self._head.normalizes if request.normalize is None else request.normalize
-            return normalized(rows) if normalizes else rows
-        if not request.activation:
-            return rows
-        return (self._class_activation if request.task == "classify" else self._activation)(rows)
+        pairs = zip(batch.requests, rows, strict=True)
+        return [row for (request, _), own in pairs for row in self._finisher.finish(request, own)]
 
     def shutdown(self) -> None:
         """Do nothing: the end of the process frees everything."""
@@ -223,7 +185,3 @@ def _linear(dtype: torch.dtype) -> LinearKind | None:
     if native_linear.preferred(dtype):
         return NativeLinear
     return PackedLinear if packed_linear.supports(dtype) else None
-
-
-def _softmax(rows: torch.Tensor) -> torch.Tensor:
-    return rows.softmax(-1)

@@ -26,7 +26,7 @@ def _make_core(config: EngineConfig) -> Core:
 
 def _core_of(config: EngineConfig, version: str) -> Core:
     if read_pooling_spec(config.model.model) is not None:
-        from headrace_engine_vllm.pooling import VLLMPoolingRunner
+        from headrace_engine_vllm.pooling.runner import VLLMPoolingRunner
 
         return PoolingCore(config, VLLMPoolingRunner(config, version))
     from headrace_engine_vllm.core import VLLMCore

@@ -6,26 +6,23 @@ What follows is Headrace's own and float32 on each engine: the cut, the norm and
 
 import itertools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import PoolingParams
-from vllm.config import PoolerConfig
 
 from headrace_engine.checkpoints.pooling_folder import PoolingSpec, read_pooling_spec
-from headrace_engine.checkpoints.pooling_modules import Normalize, Pooling
+from headrace_engine.checkpoints.pooling_modules import Normalize
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.requests.pooling_request import PoolingCoreRequest
 from headrace_engine.runner.contracts import ModelInfo, PoolingBatch
 from headrace_engine.runner.pooling.rows import RowFinisher, labels_of, pooling_info
 from headrace_engine_vllm import description, startup
 from headrace_engine_vllm.errors import memory_errors
+from headrace_engine_vllm.pooling.pooler import pooler_config
 
 if TYPE_CHECKING:
     from headrace_engine.options.config import EngineConfig
-
-_POOLING_TYPES: Final = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
-"""sentence-transformers' name of a pooling mode -> vLLM's."""
 
 
 class VLLMPoolingRunner:
@@ -53,7 +50,7 @@ class VLLMPoolingRunner:
         model = self._config.model.model
         spec = read_pooling_spec(model)
         assert spec is not None, "the child chooses this runner by the folder"
-        self._engine = startup.create_pooling_engine(self._config, self._version, _pooler_config(model, spec))
+        self._engine = startup.create_pooling_engine(self._config, self._version, pooler_config(model, spec))
         self._client = self._engine.engine_core
         self._tasks = self._engine.get_supported_tasks()
         self._task: Any = "classify" if spec.head == "classifier" else "embed"
@@ -131,27 +128,3 @@ def _check_options(config: "EngineConfig") -> None:
         problems.append("speculative_config is set, but the model does not generate")
     if problems:
         raise ConfigError("; ".join(problems))
-
-
-def _pooler_config(model: str, spec: PoolingSpec) -> PoolerConfig | None:
-    """Return the pooling of the folder, or None for a classifier. Raises ModelLoadError if vLLM lacks it."""
-    if spec.head == "classifier" and not spec.modules:
-        return None
-    pooling, *rest = spec.modules or (None,)
-    problem = None
-    if not isinstance(pooling, Pooling):
-        problem = "its scores are the logits of two tokens"
-    elif [type(module) for module in rest] not in ([], [Normalize]):
-        problem = f"it has the module {type(rest[0]).__name__} after the pooling"
-    elif len(pooling.modes) > 1 or pooling.modes[0] not in _POOLING_TYPES:
-        problem = f"its pooling is {', '.join(pooling.modes)}"
-    elif not pooling.include_prompt:
-        problem = "its pooling leaves out the tokens of the prompt"
-    if problem is not None:
-        raise ModelLoadError(
-            f"model {model!r} cannot be served by vLLM: {problem}, which vLLM does not compute; served are the "
-            f"poolings {', '.join(_POOLING_TYPES)} and classifiers of transformers: take --engine headrace"
-        )
-    assert isinstance(pooling, Pooling)
-    kind: Any = _POOLING_TYPES[pooling.modes[0]]
-    return PoolerConfig(pooling_type=kind, use_activation=False)

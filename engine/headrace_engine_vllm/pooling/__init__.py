@@ -1,0 +1,1 @@
+"""Models that embed, score or classify on vLLM."""

@@ -46,18 +46,17 @@ def create_engine(config: "EngineConfig", version: str) -> LLMEngine:
         return LLMEngine(vllm_config, Executor.get_class(vllm_config), log_stats=True, multiprocess_mode=False)
 
 
-def create_pooling_engine(config: "EngineConfig", version: str, pooler: "PoolerConfig | None") -> LLMEngine:
+def create_pooling_engine(config: "EngineConfig", pooler: "PoolerConfig | None") -> LLMEngine:
     """Load a model that embeds or classifies, with vLLM's own scheduler. Raises the errors of `create_engine`.
 
     Args:
-        version: of vLLM.
         pooler: how hidden states are pooled. None: as vLLM reads the model.
     """
     model = config.model.model
     options = {**vllm_options(config), "runner": "pooling", "pooler_config": pooler}
     if options["enable_prefix_caching"]:
         del options["enable_prefix_caching"]  # vLLM knows which of these models can have it
-    with startup_errors(model, f"vLLM {version} refuses the options"):
+    with startup_errors(model, "refuses the options"):
         vllm_config = EngineArgs(**options).create_engine_config()
     with startup_errors(model, "cannot start"):
         return LLMEngine(vllm_config, Executor.get_class(vllm_config), log_stats=False, multiprocess_mode=False)

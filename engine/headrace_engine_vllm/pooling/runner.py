@@ -50,7 +50,7 @@ class VLLMPoolingRunner:
         model = self._config.model.model
         spec = read_pooling_spec(model)
         assert spec is not None, "the child chooses this runner by the folder"
-        self._engine = startup.create_pooling_engine(self._config, self._version, pooler_config(model, spec))
+        self._engine = startup.create_pooling_engine(self._config, pooler_config(model, spec))
         self._client = self._engine.engine_core
         self._tasks = self._engine.get_supported_tasks()
         self._task: Any = "classify" if spec.head == "classifier" else "embed"

@@ -372,7 +372,7 @@ BATCH: dict[str, Any] = {"endpoint": "/v1/completions", "completion_window": "24
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/images/generations"}, "endpoint"),
         ({"completion_window": "8d"}, "completion_window"),
         ({"completion_window": 24}, "completion_window"),
         ({"input_file_id": 5}, "input_file_id"),

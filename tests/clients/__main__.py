@@ -66,6 +66,7 @@ def checked(name: str, service: RunningService, model: Path) -> list[dict[str, A
     """What the client's program says of each check; one more that failed where the program itself did."""
     program = PROGRAMS[name]
     if program.suffix == ".mjs":  # modules are looked for beside the program
+        shutil.copy(HERE / "checks.mjs", NODE)
         command, folder = ["node", shutil.copy(program, NODE)], NODE
     else:
         command, folder = [str(ENVIRONMENT / "bin" / "python"), str(program)], HERE

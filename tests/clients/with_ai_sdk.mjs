@@ -1,14 +1,13 @@
 // @ai-sdk/openai-compatible: node with_ai_sdk.mjs URL MODEL, in a folder with the packages; a line of JSON for each check
 
 import assert from "node:assert/strict";
-import { readFileSync } from "node:fs";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { Output, generateObject, generateText, stepCountIs, streamObject, streamText, tool } from "ai";
 import { z } from "zod";
+import { runChecks } from "./checks.mjs";
 
 const [baseURL, model] = process.argv.slice(2);
 const name = "@ai-sdk/openai-compatible";
-const { version } = JSON.parse(readFileSync(`node_modules/${name}/package.json`, "utf8"));
 const settings = { name: "headrace", baseURL, apiKey: "none", includeUsage: true };
 const provider = createOpenAICompatible({ ...settings, supportsStructuredOutputs: true });
 const common = { model: provider(model), prompt: "Say hello.", temperature: 0, maxRetries: 0 };
@@ -76,13 +75,4 @@ const checks = {
   },
 };
 
-for (const [feature, run] of Object.entries(checks)) {
-  let error = null;
-  try {
-    await run();
-  } catch (caught) {
-    console.error(caught);
-    error = `${caught.name}: ${caught.message}`;
-  }
-  console.log(JSON.stringify({ client: name, version, feature, error }));
-}
+await runChecks(name, name, checks);

@@ -1,11 +1,10 @@
 // celery-node: node with_celery_node.mjs URL MODEL FOLDER REDIS EMBEDDER ..., in a folder with the package
 
 import assert from "node:assert/strict";
-import { readFileSync } from "node:fs";
 import celery from "celery-node";
+import { runChecks } from "./checks.mjs";
 
 const [url, , , redis, embedder] = process.argv.slice(2);
-const { version } = JSON.parse(readFileSync("node_modules/celery-node/package.json", "utf8"));
 const input = ["the mill", "a wheel in the water", "river"];
 const client = celery.createClient(redis, redis, `headrace.${embedder}`);
 
@@ -27,14 +26,5 @@ const checks = {
   },
 };
 
-for (const [feature, run] of Object.entries(checks)) {
-  let error = null;
-  try {
-    await run();
-  } catch (caught) {
-    console.error(caught);
-    error = `${caught.name}: ${caught.message}`;
-  }
-  console.log(JSON.stringify({ client: "celery-node", version, feature, error }));
-}
+await runChecks("celery-node", "celery-node", checks);
 await client.disconnect();

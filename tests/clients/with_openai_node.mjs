@@ -1,11 +1,10 @@
 // openai for Node.js: node with_openai_node.mjs URL MODEL ..., in a folder with the package; a line of JSON for each check
 
 import assert from "node:assert/strict";
-import { readFileSync } from "node:fs";
 import OpenAI from "openai";
+import { runChecks } from "./checks.mjs";
 
 const [baseURL, , , , embedder] = process.argv.slice(2);
-const { version } = JSON.parse(readFileSync("node_modules/openai/package.json", "utf8"));
 const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
 const input = ["the mill", "a wheel in the water", "river"];
 
@@ -25,13 +24,4 @@ const checks = {
   },
 };
 
-for (const [feature, run] of Object.entries(checks)) {
-  let error = null;
-  try {
-    await run();
-  } catch (caught) {
-    console.error(caught);
-    error = `${caught.name}: ${caught.message}`;
-  }
-  console.log(JSON.stringify({ client: "openai (Node.js)", version, feature, error }));
-}
+await runChecks("openai (Node.js)", "openai", checks);

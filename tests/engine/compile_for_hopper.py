@@ -9,6 +9,8 @@ has the very constants that a launch has.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,49 +85,45 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) 
     return triton.compile(source, target=HOPPER, options=launch)
 
 
-def elementwise() -> None:
-    """The passes between the products of a layer of Qwen3-8B's shape, with and without head norms."""
-    names = ("add_rms_norm_kernel", "norm_rope_kernel", "gate_kernel")
-    recorders = [Recorder(getattr(elementwise_kernels, name)) for name in names]
-    for name, recorder in zip(names, recorders, strict=True):
-        setattr(elementwise_kernels, name, recorder)
-    hidden, qkv, gate_up, cosine = (torch.zeros(64, size, dtype=torch.bfloat16) for size in (4096, 6144, 24576, 128))
-    heads: dict[str, Any] = {"q_heads": 32, "k_heads": 8, "head_dim": 128, "cosine": cosine, "sine": cosine}
-    for delta in (None, hidden):
-        triton_ops.add_rms_norm(hidden, delta, hidden[0].float(), 1e-5)
-    for weight in (None, cosine[0].float()):
-        triton_ops.norm_rope(qkv, **heads, q_weight=weight, k_weight=weight, eps=1e-6)
-    triton_ops.gate(gate_up, Activation.SILU)
-    for name, recorder in zip(names, recorders, strict=True):
-        setattr(elementwise_kernels, name, recorder.kernel)
-    for name, recorder in zip(names, recorders, strict=True):
+@contextmanager
+def compiled_at_the_end(module: Any, *names: str) -> Iterator[None]:
+    """Record the launches of these kernels in the block, then compile each and print its line."""
+    recorders = {name: Recorder(getattr(module, name)) for name in names}
+    for name, recorder in recorders.items():
+        setattr(module, name, recorder)
+    yield
+    for name, recorder in recorders.items():
+        setattr(module, name, recorder.kernel)
+    for name, recorder in recorders.items():
         for args, options in recorder.launches:
             compiled = compile_launch(recorder.kernel, args, options)
             assert compiled.asm["cubin"]
             sys.stdout.write(f"{name} {compiled.metadata.shared}\n")
+
+
+def elementwise() -> None:
+    """The passes between the products of a layer of Qwen3-8B's shape, with and without head norms."""
+    hidden, qkv, gate_up, cosine = (torch.zeros(64, size, dtype=torch.bfloat16) for size in (4096, 6144, 24576, 128))
+    heads: dict[str, Any] = {"q_heads": 32, "k_heads": 8, "head_dim": 128, "cosine": cosine, "sine": cosine}
+    with compiled_at_the_end(elementwise_kernels, "add_rms_norm_kernel", "norm_rope_kernel", "gate_kernel"):
+        for delta in (None, hidden):
+            triton_ops.add_rms_norm(hidden, delta, hidden[0].float(), 1e-5)
+        for weight in (None, cosine[0].float()):
+            triton_ops.norm_rope(qkv, **heads, q_weight=weight, k_weight=weight, eps=1e-6)
+        triton_ops.gate(gate_up, Activation.SILU)
 
 
 def quantised() -> None:
     """Weights of each kind in the shape of Llama-3.1-8B's attention, with 1, 64 and many rows."""
-    names = ("quantised_linear_kernel", "dequantise_kernel")
-    recorders = [Recorder(getattr(linear_kernels, name)) for name in names]
-    for name, recorder in zip(names, recorders, strict=True):
-        setattr(linear_kernels, name, recorder)
     triton_quantised_linear.supports = lambda *_: True
     scales = torch.ones(4096, 32)
-    for kind in CodeKind:
-        codes = torch.zeros(4096, 4096, dtype=torch.float8_e4m3fn if kind is CodeKind.FLOAT8 else torch.uint8)
-        zeros = None if kind is CodeKind.FLOAT8 else scales.short()
-        layer = TritonQuantisedLinear(QuantisedWeight(kind, codes, scales, zeros, 128), None, torch.bfloat16)
-        for rows in (1, 64, 2048):
-            layer(torch.zeros(rows, 4096, dtype=torch.bfloat16))
-    for name, recorder in zip(names, recorders, strict=True):
-        setattr(linear_kernels, name, recorder.kernel)
-    for name, recorder in zip(names, recorders, strict=True):
-        for args, options in recorder.launches:
-            compiled = compile_launch(recorder.kernel, args, options)
-            assert compiled.asm["cubin"]
-            sys.stdout.write(f"{name} {compiled.metadata.shared}\n")
+    with compiled_at_the_end(linear_kernels, "quantised_linear_kernel", "dequantise_kernel"):
+        for kind in CodeKind:
+            codes = torch.zeros(4096, 4096, dtype=torch.float8_e4m3fn if kind is CodeKind.FLOAT8 else torch.uint8)
+            zeros = None if kind is CodeKind.FLOAT8 else scales.short()
+            layer = TritonQuantisedLinear(QuantisedWeight(kind, codes, scales, zeros, 128), None, torch.bfloat16)
+            for rows in (1, 64, 2048):
+                layer(torch.zeros(rows, 4096, dtype=torch.bfloat16))
 
 
 def attention(

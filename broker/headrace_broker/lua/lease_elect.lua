@@ -6,8 +6,8 @@
 local num_reaped = 0
 for _, reaper in ipairs(REAPER) do
   local found = redis.pcall('GET', reaper)
-  local is_free = not found and redis.call('SET', reaper, owner, 'PX', REAPER_MILLISECONDS)
-  if found == owner then redis.call('PEXPIRE', reaper, REAPER_MILLISECONDS) end
-  if is_free or found == owner or type(found) == 'table' then num_reaped = num_reaped + 1 end
+  local has_wrong_type = type(found) == 'table'
+  if not found or found == owner then redis.call('SET', reaper, owner, 'PX', REAPER_MILLISECONDS) end
+  if not found or found == owner or has_wrong_type then num_reaped = num_reaped + 1 end
 end
 return num_reaped

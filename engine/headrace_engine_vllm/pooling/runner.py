@@ -14,6 +14,7 @@ from vllm import PoolingParams
 from headrace_engine.checkpoints.pooling_folder import PoolingSpec, read_pooling_spec
 from headrace_engine.checkpoints.pooling_modules import Normalize
 from headrace_engine.errors import ConfigError, ModelLoadError
+from headrace_engine.options.pooling_checks import generation_options
 from headrace_engine.requests.pooling_request import PoolingCoreRequest
 from headrace_engine.runner.contracts import ModelInfo, PoolingBatch
 from headrace_engine.runner.pooling.rows import RowFinisher, labels_of, pooling_info
@@ -46,7 +47,9 @@ class VLLMPoolingRunner:
             ConfigError: vLLM refuses an option, or an option does not fit a model that does not generate.
             ModelLoadError: vLLM cannot compute what the folder describes.
         """
-        _check_options(self._config)
+        problems = generation_options(self._config)
+        if problems:
+            raise ConfigError("; ".join(problems))
         model = self._config.model.model
         spec = read_pooling_spec(model)
         assert spec is not None, "the child chooses this runner by the folder"
@@ -118,13 +121,3 @@ class VLLMPoolingRunner:
 
     def shutdown(self) -> None:
         self._client.shutdown()
-
-
-def _check_options(config: "EngineConfig") -> None:
-    problems = []
-    if config.lora is not None:
-        problems.append("enable_lora is set, but models that embed or score take no adapters")
-    if config.speculative_options is not None:
-        problems.append("speculative_config is set, but the model does not generate")
-    if problems:
-        raise ConfigError("; ".join(problems))

@@ -1,5 +1,6 @@
 """`PreparedLinear`: the interface of the layers that replace a model's `nn.Linear`, and the layers for a GPU."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Self
 
@@ -39,7 +40,7 @@ class PreparedLinear(nn.Module):
         return added if scale == 1.0 else added * scale
 
 
-class QuantisedLinear(PreparedLinear):
+class QuantisedLinear(PreparedLinear, ABC):
     """A linear layer whose weight stays in few bits. Its attributes are those of `nn.Linear`."""
 
     in_features: int
@@ -55,18 +56,18 @@ class QuantisedLinear(PreparedLinear):
         self.weight_reads += 1
         return self.dense()
 
+    @abstractmethod
     def dense(self) -> torch.Tensor:
         """Dequantise the weight."""
-        raise NotImplementedError
 
+    @abstractmethod
     def mergeable_with(self, other: "QuantisedLinear") -> bool:
         """Whether one layer can compute both."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def merged(cls, layers: Sequence["QuantisedLinear"], bias: torch.Tensor | None) -> Self:
         """Return one layer whose output is the concatenation of the outputs of all, which are `mergeable`."""
-        raise NotImplementedError
 
 
 def mergeable(layers: Sequence[nn.Module]) -> bool:

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from headrace_engine.checkpoints.pooling_folder import PoolingSpec
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.options.config import EngineConfig, ModelConfig
+from headrace_engine.options.pooling_checks import generation_options
 from headrace_engine.runner import memory
 from headrace_engine.runner.models import loading, weight_form
 from headrace_engine.runner.models.load_errors import permanent_errors
@@ -37,10 +38,7 @@ def check_options(config: EngineConfig) -> None:
         problems.append(f"quantization is {model.quantization!r}, but models that embed or score are not quantised")
     if model.trust_remote_code:
         problems.append("trust_remote_code is set, but models that embed or score run transformers' own code only")
-    if config.lora is not None:
-        problems.append("enable_lora is set, but models that embed or score take no adapters")
-    if config.speculative is not None:
-        problems.append("speculative_config is set, but the model does not generate")
+    problems += generation_options(config)
     if problems:
         raise ConfigError("; ".join(problems))
 

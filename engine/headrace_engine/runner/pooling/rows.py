@@ -1,6 +1,7 @@
 """What every engine does with the numbers of a model's head: rows of an answer in float32, and their description."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -82,10 +83,9 @@ def pooling_info(
     )
 
 
-def labels_of(config: object) -> list[str]:
+def labels_of(config: Any) -> list[str]:
     """Return the names of the classes of a transformers config, in the order of the numbers."""
-    names: dict[int, str] = config.id2label  # type: ignore[attr-defined]
-    return [str(label) for _, label in sorted(names.items())]
+    return [str(label) for _, label in sorted(config.id2label.items())]
 
 
 def _softmax(rows: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from headrace_broker import Client
+from headrace_broker.models.registry import RegisteredModel
 from headrace_cli.local.service import LocalService, RunningService, check_free
 from headrace_engine.checkpoints import default_model
 from headrace_gateway import GatewaySettings
@@ -45,26 +46,33 @@ def serve(model: str, redis_url: str | None, host: str, port: int, keys: str | N
 
 def _introduce(running: RunningService, *, has_keys: bool) -> None:
     with Client(running.redis_url) as client:
-        has_template = client.models()[running.model].template.exists
-    body: dict[str, object] = {"model": running.model}
-    if has_template:
-        path = "chat/completions"
-        body["messages"] = [{"role": "user", "content": "Hello!"}]
-    else:
-        path = "completions"
-        body["prompt"] = "Once upon a time"
-    body |= {"max_tokens": 64, "stream": True}
+        model = client.models()[running.model]
+    path, body = _example(model)
     key = " -H 'Authorization: Bearer YOUR_KEY'" if has_keys else ""
     # one line each, so that they can be pasted
     click.echo(f"\nOpenAI's API: {running.url}/v1")
     click.echo(
         f"Try it: curl -N {running.url}/v1/{path}{key} -H 'Content-Type: application/json'"
-        f" -d {shlex.quote(json.dumps(body))}"
+        f" -d {shlex.quote(json.dumps({'model': running.model, **body}))}"
     )
-    if not has_template:
+    if path == "completions":
         click.echo("The model has no chat template: it completes texts, and chats are refused.")
     click.echo(f"Web page: {running.url}/")
     click.echo("Press Ctrl-C to stop.")
+
+
+def _example(model: RegisteredModel) -> tuple[str, dict[str, object]]:
+    """Return the path of an API that the model serves, and a body for it without the model."""
+    if "embed" in model.tasks:
+        return "embeddings", {"input": ["Hello!"]}
+    if "score" in model.tasks:
+        return "rerank", {"query": "Where does the mill stand?", "documents": ["By the river.", "A wheel turns."]}
+    if "classify" in model.tasks:
+        return "classify", {"input": ["Hello!"]}
+    generated: dict[str, object] = {"max_tokens": 64, "stream": True}
+    if model.template.exists:
+        return "chat/completions", {"messages": [{"role": "user", "content": "Hello!"}], **generated}
+    return "completions", {"prompt": "Once upon a time", **generated}
 
 
 def _progress(line: str) -> None:

@@ -96,9 +96,9 @@ class PoolingTokenizer:
             yield f"dimensions must be 1 to {own}, got {asked}"
         elif info.matryoshka_dimensions and asked not in info.matryoshka_dimensions:
             known = ", ".join(map(str, sorted({*info.matryoshka_dimensions, own}, reverse=True)))
-            yield f"this model has the dimensions {known}, not {asked}"
+            yield f"dimensions must be one of {known}, got {asked}"
         elif not info.matryoshka_dimensions and not info.takes_any_dimensions:
-            yield f"this model was not trained for fewer dimensions than {own}, got {asked}"
+            yield f"dimensions must be {own} or absent, got {asked}: this model was not trained for fewer"
 
     def _prompt(self, params: PoolingParams) -> str:
         """Return the text before each input."""

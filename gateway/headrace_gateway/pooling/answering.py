@@ -19,7 +19,7 @@ from headrace_gateway.http.broker_errors import api_error_of, api_error_of_end
 from headrace_gateway.pooling.pooling_body import CUT_END, PoolingBody
 from headrace_wire.codes import ErrorCode
 
-_FIELD: Final = re.compile(r"\b(input|documents|queries|query|max_tokens)\b(?:\[(\d+)\])?")
+_FIELD: Final = re.compile(r"\b(input|documents|queries|query|max_tokens|dimensions|prompt_name)\b(?:\[(\d+)\])?")
 _ABOUT_FIELDS: Final = (ErrorCode.INVALID_REQUEST, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
 
 

@@ -38,7 +38,7 @@ def test_an_embedding_is_cut_before_it_is_normalised(tmp_path: Path) -> None:
     whole, cut = vectors(llm, ["water"], use_activation=False), vectors(llm, ["water"], dimensions=8)
     torch.testing.assert_close(cut, torch.nn.functional.normalize(whole[:, :8]))
     assert not torch.allclose(whole, torch.nn.functional.normalize(whole))
-    for wrong, reason in ((9, "this model has the dimensions 32, 16, 8, not 9"), (33, "must be 1 to 32, got 33")):
+    for wrong, reason in ((9, "dimensions must be one of 32, 16, 8, got 9"), (33, "must be 1 to 32, got 33")):
         with pytest.raises(InvalidRequestError, match=reason):
             vectors(llm, ["water"], dimensions=wrong)
 

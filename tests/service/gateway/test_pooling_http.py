@@ -159,7 +159,7 @@ def test_a_ranking_is_the_same_on_all_paths(http: httpx2.Client) -> None:
         ("/v1/embeddings", {"model": CROSS, "input": "a"}, 400, "does not compute embeddings: use /v1/rerank"),
         ("/v1/completions", {"model": CROSS, "prompt": "a"}, 400, "it does not generate"),
         ("/v1/rerank", {"model": "none", "query": "a", "documents": ["b"]}, 404, "does not exist"),
-        ("/v2/embed", {"model": BI, "texts": ["a"], "output_dimension": 8}, 400, "not trained for fewer dimensions"),
+        ("/v2/embed", {"model": BI, "texts": ["a"], "output_dimension": 8}, 400, "output_dimension must be"),
         ("/v1/embeddings", {"model": BI, "input": LONG}, 400, "send less text, or truncate_prompt_tokens: -1"),
         ("/v2/embed", {"model": BI, "texts": [LONG], "truncate": "NONE"}, 400, 'or truncate: "END"'),
     ],
@@ -189,6 +189,20 @@ def test_an_input_that_is_too_long_is_named_by_its_field_and_index(
     error = http.post(path, json=body).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)
     assert f"{param} has " in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/embeddings", {"model": BI, "input": "a", "dimensions": 8}, "dimensions"),
+        ("/v2/embed", {"model": BI, "texts": ["a"], "output_dimension": 8}, "output_dimension"),
+        ("/v1/embeddings", {"model": BI, "input": "a", "prompt_name": "nobody"}, "prompt_name"),
+    ],
+)
+def test_a_field_that_the_model_refuses_is_named(http: httpx2.Client, path: str, body: Any, param: str) -> None:
+    error = http.post(path, json=body).json()["error"]
+    assert (error["code"], error["param"]) == ("invalid_request", param)
+    assert error["message"].startswith(f"{param} ")
 
 
 def test_tei_errors_are_in_its_format(http: httpx2.Client) -> None:

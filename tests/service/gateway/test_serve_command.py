@@ -16,6 +16,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from engine.pooling.tiny_pooling_models import build
 from headrace_broker.server.embedded import free_port
 from headrace_engine.system.private_folder import cache_folder
 from service.gateway.gateway_process import PATIENCE
@@ -166,6 +167,27 @@ def test_a_model_without_a_chat_template_is_introduced_by_a_completion(
     answer = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=4 * PATIENCE, check=True)
     assert answer.stdout.rstrip().endswith("data: [DONE]"), answer.stdout
     assert any("no chat template" in line for line in serving.lines)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "labels", "path", "answer"),
+    [
+        ("Model", 0, "embeddings", '"embedding"'),
+        ("ForSequenceClassification", 1, "rerank", '"relevance_score"'),
+        ("ForSequenceClassification", 3, "classify", '"probs"'),
+    ],
+)
+def test_a_model_that_does_not_generate_is_introduced_by_what_it_computes(
+    serve: Callable[..., ServeProcess], tmp_path: Path, suffix: str, labels: int, path: str, answer: str
+) -> None:
+    folder = tmp_path / "model"
+    build(folder, "bert", suffix=suffix, config={"num_labels": labels} if labels else None)
+    serving = serve("--model", str(folder), "--port", str(free_port())).wait_ready()
+    line = serving.wait_line("Try it: ").removeprefix("Try it: ")
+    assert f"/v1/{path} " in line
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=4 * PATIENCE, check=True)
+    assert answer in done.stdout
+    assert not any("chat template" in line for line in serving.lines)
 
 
 def test_no_password_stands_on_a_command_line(serve: Callable[..., ServeProcess], model_folder: str) -> None:

@@ -198,7 +198,7 @@ def test_prompts_truncation_and_dimensions_follow_the_model(site: Site) -> None:
          ["input[1] must hold token ids of 0 to 383, got 384"]),
         ("embed", {"input": [[1], [2] * 65, [3] * 80]}, "context_length_exceeded",
          ['input[1] has 65 tokens, the model takes 64: send less text, or truncate: "end"', "input[2] has 80 tokens"]),
-        ("embed", {"input": "x", "dimensions": 3}, "invalid_request", ["this model has the dimensions 4, 2, not 3"]),
+        ("embed", {"input": "x", "dimensions": 3}, "invalid_request", ["dimensions must be one of 4, 2, got 3"]),
         ("embed", {"input": "x", "dimensions": 5, "prompt_name": "qury", "max_tokens": 65}, "invalid_request",
          ["dimensions must be 1 to 4, got 5", "prompt_name 'qury' is unknown; this model has query",
           "max_tokens must be at most 64, the model's limit, got 65"]),

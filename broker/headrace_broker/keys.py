@@ -26,9 +26,11 @@ IDEMPOTENCY_SECONDS: Final = 86_400
 HUB_SECONDS: Final = 3600
 TOKENIZER_SECONDS: Final = 10
 REAPER_SECONDS: Final = 0.4
-"""How often the reaper of a queue renews its right, and others try to become it."""
+"""How often the reaper of a queue and its deputy renew their rights."""
 REAPER_MILLISECONDS: Final = 600
 """How long a worker that has died stays the reaper of its queues. With `REAPER_SECONDS` it is a second at most."""
+ELECTION_SECONDS: Final = 2.0
+"""How often the other workers try to become the reaper or the deputy of a queue."""
 SHARE_SECONDS: Final = 86_400
 """Lifetime of a tenant's service after its last message. Service is the tokens received, divided by the weight."""
 
@@ -99,6 +101,12 @@ def delayed_key(list_name: str) -> str:
 def reaper_key(queue: str) -> str:
     """The owner of leases that returns expired leases of this queue. Each of its renewals sets the lifetime again."""
     return f"headrace:lease:reaper:{queue}"
+
+
+@KEYS.built("string", _WORKER, f"{REAPER_MILLISECONDS} ms")
+def deputy_key(queue: str) -> str:
+    """The owner of leases that becomes the reaper of this queue if the reaper dies. It renews this key as often."""
+    return f"headrace:lease:deputy:{queue}"
 
 
 # -- messages that wait: a queue has four lists, one per priority step. A worker sorts a message: it moves it from its
@@ -257,7 +265,7 @@ def step_of(list_name: str) -> int:
 def queue_key_types(queue: str) -> dict[str, RedisType]:
     """Return the type of each key that all messages of a queue need. Keys of single tenants are not included."""
     lists = queue_lists(queue)
-    of_queue = (reaper_key, waiting_key, delayed_tenants_key, costs_key, wake_up_key)
+    of_queue = (reaper_key, deputy_key, waiting_key, delayed_tenants_key, costs_key, wake_up_key)
     of_lists = (arrived_key, sorted_ids_key, held_key, delayed_key, tenants_key, served_key)
     fixed = [key for key in KEYS if not key.parts and key.name not in ("models", "probe")]
     return (

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import redis
 
-from headrace_broker.keys import reaper_key, step_of
+from headrace_broker.keys import ELECTION_SECONDS, deputy_key, reaper_key, step_of
 from headrace_broker.queue.dead_letters import DeadLetter
 from headrace_broker.queue.fair_share import FairShare
 from headrace_broker.scripts import script
@@ -119,6 +119,7 @@ class Leases:
         self._clock: Final = clock
         self._renewed_at = clock()
         self._reap_from = clock()
+        self._elect_from = clock()
         self._refused = False
         """A command failed, and Redis has accepted no write since."""
         self._run: Final = {name: each.bound(client) for name, each in SCRIPTS.items()}
@@ -131,6 +132,7 @@ class Leases:
     def serve(self, queue: str, lists: Sequence[str]) -> None:
         """Be a candidate for the reaper of this queue from now on, see `reap`."""
         self._lists[queue] = lists
+        self._elect_from = self._clock()
 
     def fetch(
         self, lists: Sequence[str], count: int, *, taken_from: int | None = None, split_from: int | None = None
@@ -339,7 +341,8 @@ class Leases:
         may have died.
 
         One worker a queue is the reaper, and the calls of the others do nothing. If the reaper does not call this for
-        `keys.REAPER_MILLISECONDS`, another caller is the reaper. A process that serves no queue always reaps.
+        `keys.REAPER_MILLISECONDS`, its deputy is the reaper. Both renew their rights by each call. The others look only
+        once in `keys.ELECTION_SECONDS` whether one of the two is missing. A process that serves no queue always reaps.
         """
         try:
             if self._refused:
@@ -350,7 +353,7 @@ class Leases:
             if self._clock() < self._reap_from:  # another worker may be able to reap
                 self.wake(lists)
                 return 0
-            if self._lists and not self._elect(self.owner, reaper=[*map(reaper_key, self._lists)]):
+            if self._lists and not self._is_elected():
                 return 0
             self.is_reaper = True
             self._renew_if_late()
@@ -368,6 +371,17 @@ class Leases:
             )
             self.on_refused(problem.decode(errors="replace"))
         return int(reaped)
+
+    def _is_elected(self) -> bool:
+        """Return whether this process is the reaper of one of its queues."""
+        if self._clock() < self._elect_from:
+            return False
+        reaped, deputised = self._elect(
+            self.owner, reaper=[*map(reaper_key, self._lists)], deputy=[*map(deputy_key, self._lists)]
+        )
+        if not (reaped or deputised):
+            self._elect_from = self._clock() + ELECTION_SECONDS
+        return bool(reaped)
 
     def pause_reaping(self) -> None:
         """Reap nothing for the time of a lease: after an outage, the other workers need time to renew theirs."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import redis
 
-from headrace_broker.keys import arrived_key, reaper_key
+from headrace_broker.keys import ELECTION_SECONDS, arrived_key, deputy_key, reaper_key
 from headrace_broker.queue import blocking_wait
 from headrace_broker.queue.blocking_wait import wait_command
 from headrace_broker.queue.leases import Leases
@@ -19,8 +19,8 @@ from service.broker.test_wake_ups import Waiters, until
 
 @pytest.fixture
 def make_worker(redis_client: "redis.Redis") -> Callable[..., Leases]:
-    def make(queue: str = QUEUE) -> Leases:
-        leases = Leases(redis_client, lease_seconds=60, delivery_limit=5)
+    def make(queue: str = QUEUE, clock: Callable[[], float] = time.monotonic) -> Leases:
+        leases = Leases(redis_client, lease_seconds=60, delivery_limit=5, clock=clock)
         leases.serve(queue, LISTS)
         return leases
 
@@ -56,6 +56,37 @@ def test_another_worker_reaps_when_the_reaper_has_died(
     until(lambda: survivor.reap() == 1)
     assert time.monotonic() - began < 30
     assert redis_client.get(reaper_key(QUEUE)) == survivor.owner.encode()
+
+
+def test_the_deputy_reaps_when_the_reaper_has_died(
+    make_worker: Callable[..., Leases], expire: Callable[[], None], redis_client: "redis.Redis"
+) -> None:
+    reaper, deputy = make_worker(), make_worker()
+    assert reaper.reap() == deputy.reap() == 0
+    assert redis_client.get(deputy_key(QUEUE)) == deputy.owner.encode()
+    redis_client.delete(reaper_key(QUEUE))
+    expire()
+    assert deputy.reap() == 1
+
+
+def test_beside_the_reaper_and_its_deputy_a_worker_seldom_asks_redis(
+    make_worker: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    def asked(worker: Leases) -> bool:
+        redis_client.config_resetstat()
+        worker.reap()
+        return bool(redis_client.info("commandstats").keys() & {"cmdstat_evalsha", "cmdstat_eval"})
+
+    now = 0.0
+    reaper, other = make_worker(clock=lambda: now), make_worker(clock=lambda: now)
+    assert asked(reaper)
+    assert asked(reaper)
+    for key in (reaper_key(QUEUE), deputy_key(QUEUE)):
+        redis_client.set(key, "another")
+    assert asked(other)
+    assert not asked(other)
+    now += ELECTION_SECONDS
+    assert asked(other)
 
 
 def test_a_worker_that_may_not_reap_leaves_it_to_another(

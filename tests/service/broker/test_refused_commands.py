@@ -14,6 +14,7 @@ from headrace_broker.keys import (
     LEASE_BODIES_KEY,
     LEASE_DELIVERIES_KEY,
     LEASES_KEY,
+    deputy_key,
     ended_key,
     queue_lists,
     reaper_key,
@@ -115,7 +116,7 @@ class Flow:
         while messages := other.fetch(LISTS, 100):
             self._settle(other, messages)
         other.purge(OTHER_LISTS)
-        self.admin.delete(reaper_key(QUEUE))  # it expires soon
+        self.admin.delete(reaper_key(QUEUE), deputy_key(QUEUE))  # they expire soon
 
 
 @pytest.fixture

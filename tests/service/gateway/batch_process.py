@@ -51,6 +51,8 @@ class BatchProcess:
         **rest: Any,
     ) -> None:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+        # under a limit, Python writes the first bytes of a module's bytecode, which no process could load afterwards
+        bytecode = {} if max_file_bytes is None else {"PYTHONDONTWRITEBYTECODE": "1"}
 
         def prepare() -> None:
             # whatever the shell that runs the tests does with it
@@ -61,7 +63,7 @@ class BatchProcess:
         self.process = subprocess.Popen(
             [*HEADRACE, *map(str, options)],
             cwd=folder,
-            env=environ | {"HEADRACE_REDIS_URL": redis_url},
+            env=environ | bytecode | {"HEADRACE_REDIS_URL": redis_url},
             stdin=rest.pop("stdin", subprocess.DEVNULL),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

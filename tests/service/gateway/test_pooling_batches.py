@@ -269,7 +269,7 @@ def test_a_stopped_batch_keeps_the_rows_that_it_has(
         until(client, batch.id, lambda batch: completed(batch) > 10)
         assert client.batches.cancel(batch.id).status == "cancelling"
     batch = until(client, batch.id, has_ended)
-    assert batch.status == stop
+    assert (batch.status, batch.errors) == (stop, None)
     answers, errors = read(client, batch.output_file_id), read(client, batch.error_file_id)
     assert len(answers) + len(errors) == 60
     assert {each["error"]["code"] for each in errors} == {f"batch_{stop}"}

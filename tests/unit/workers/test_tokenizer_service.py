@@ -176,7 +176,7 @@ def turn(hub: Any) -> None:
 
 
 def test_calls_are_answered_on_the_event_loop_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace_workers.preparation.tokenizer_service.TAKE_SECONDS", 0.01)
+    monkeypatch.setattr("headrace_workers.preparation.tokenizer_service.PAUSE_SECONDS", 0.01)
     taken: list[Any] = []
     calls = FakeCalls(CALL, redis.ConnectionError("away"), ValueError("odd"), None, TokenizerCall("2", "count", b""))
     service, hub = serving(calls, lambda kind, body, answered: taken.append((kind, body, answered)))

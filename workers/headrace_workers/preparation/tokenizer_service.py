@@ -13,13 +13,13 @@ from queue import SimpleQueue
 from typing import Any, Final
 
 from headrace_broker.client.tokenizer_calls import TokenizerCall, TokenizerCalls
-from headrace_broker.server.connections import REDIS_ERRORS
+from headrace_broker.server.connections import BLOCK_SECONDS, REDIS_ERRORS
 from headrace_monitoring.logging import frames
 
 logger = logging.getLogger(__name__)
 
-TAKE_SECONDS: Final = 1.0
-"""The longest wait for a call. After it, the thread checks again whether the worker takes calls."""
+PAUSE_SECONDS: Final = 1.0
+"""How long nothing is taken while the worker drains, or after an error of Redis."""
 
 
 AnswerCall = Callable[[str, bytes, Callable[[bytes], None]], None]
@@ -66,14 +66,14 @@ class TokenizerService:
         while not self._stopped.is_set():
             try:
                 if not self._is_open():
-                    self._stopped.wait(TAKE_SECONDS)
+                    self._stopped.wait(PAUSE_SECONDS)
                     continue
-                call = self._calls.take(TAKE_SECONDS)
+                call = self._calls.take(BLOCK_SECONDS)
                 if call is not None:
                     self._serve(call)
             except REDIS_ERRORS as error:
                 logger.warning("tokenizer calls waiting for Redis: %s", error)
-                self._stopped.wait(TAKE_SECONDS)
+                self._stopped.wait(PAUSE_SECONDS)
             except Exception as error:  # noqa: BLE001  # the next call may succeed
                 logger.error("tokenizer call failed:\n%s", frames(error))
 

@@ -1,8 +1,8 @@
-"""The models that requests may name, and the state of their queues. Each replica reads them at most once a second."""
+"""The models that requests may name, and the state of their queues. All requests of a replica share what it reads."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Generic, TypeVar
 
 from headrace_broker import AsyncClient, RegisteredModel
@@ -22,12 +22,14 @@ _PATHS: Final = {
 }
 """Where each task is served."""
 _FRESH_SECONDS: Final = 1.0
+_MISSED_SECONDS: Final = 0.1
+"""After how long the models are read again for a name that is not among them: its worker may have just started."""
 
 Value = TypeVar("Value")
 
 
 class SharedRead(Generic[Value]):
-    """A value that all callers share, and that is read at most once a second.
+    """A value that all callers share, and that is read at most once a second for those who accept an old one.
 
     A caller that arrives during a read gets the result of that read, even if it is an error. So an unavailable server
     is asked once.
@@ -39,15 +41,15 @@ class SharedRead(Generic[Value]):
         self._reading: asyncio.Task[Value] | None = None
         self._read_at: float | None = None
 
-    async def get(self) -> Value:
-        """Return the value. Raises the error of the read."""
-        if self._reading is None or (self._reading.done() and not self._is_fresh()):
+    async def get(self, oldest: float = _FRESH_SECONDS) -> Value:
+        """Return the value, which is at most `oldest` seconds old. Raises the error of the read."""
+        if self._reading is None or (self._reading.done() and not self._is_fresh(oldest)):
             self._read_at = None
             self._reading = asyncio.create_task(self._read_once())
         return await asyncio.shield(self._reading)  # a cancelled caller does not cancel the read for the others
 
-    def _is_fresh(self) -> bool:
-        return self._read_at is not None and self._now() - self._read_at < _FRESH_SECONDS
+    def _is_fresh(self, oldest: float) -> bool:
+        return self._read_at is not None and self._now() - self._read_at < oldest
 
     async def _read_once(self) -> Value:
         value = await self._read()
@@ -58,8 +60,8 @@ class SharedRead(Generic[Value]):
 class ModelCatalog:
     """Registered models by served name. Adapters are found by their own names."""
 
-    def __init__(self, client: AsyncClient) -> None:
-        self._models = SharedRead(client.models)
+    def __init__(self, client: AsyncClient, now: Callable[[], float] = time.monotonic) -> None:
+        self._models = SharedRead(client.models, now)
 
     async def all(self) -> dict[str, RegisteredModel]:
         """Return all models. Raises QueueUnavailableError if Redis is unavailable."""
@@ -89,16 +91,22 @@ class ModelCatalog:
             raise invalid(f"model is required: {_LISTED}", param="model")
         if not name:
             raise invalid(f"model must not be empty: {_LISTED}", param="model")
-        models = await self.all()
-        if key.may_use(name):
-            if name in models:
-                if task is not None and task not in (tasks := models[name].tasks):
-                    raise invalid(wrong_task(name, tasks, task, _PATHS), code=ErrorCode.UNSUPPORTED, param="model")
-                return models[name], None
-            for model in models.values():
-                if name in model.loras:
-                    return model, name
-        raise unknown_model(name)
+        if not key.may_use(name):
+            raise unknown_model(name)
+        found = _find(name, await self.all()) or _find(name, await self._models.get(_MISSED_SECONDS))
+        if found is None:
+            raise unknown_model(name)
+        model, adapter = found
+        if adapter is None and task is not None and task not in model.tasks:
+            raise invalid(wrong_task(name, model.tasks, task, _PATHS), code=ErrorCode.UNSUPPORTED, param="model")
+        return model, adapter
+
+
+def _find(name: str, models: Mapping[str, RegisteredModel]) -> tuple[RegisteredModel, str | None] | None:
+    """Return the model of this name, or the model that has an adapter of this name, and the adapter."""
+    if name in models:
+        return models[name], None
+    return next(((model, name) for model in models.values() if name in model.loras), None)
 
 
 class QueueView:

@@ -3,21 +3,19 @@
 -- ARGV: owner
 -- REAPER, DEPUTY: one for each queue. Returns the number of queues whose reaper the owner is, and of those whose deputy
 -- it is. A key of another type makes each caller a reaper or a deputy.
-local function may_hold(key)
+local function hold(key)
   local found = redis.pcall('GET', key)
-  return not found or found == owner or type(found) == 'table', type(found) == 'table'
+  if type(found) == 'table' then return true end
+  if found and found ~= owner then return false end
+  redis.call('SET', key, owner, 'PX', REAPER_MILLISECONDS)
+  return true
 end
 local num_reaped, num_deputised = 0, 0
 for i = 1, #REAPER do
-  local key = REAPER[i]
-  local is_held, has_wrong_type = may_hold(key)
-  if is_held then
+  if hold(REAPER[i]) then
     num_reaped = num_reaped + 1
-  else
-    key = DEPUTY[i]
-    is_held, has_wrong_type = may_hold(key)
-    if is_held then num_deputised = num_deputised + 1 end
+  elseif hold(DEPUTY[i]) then
+    num_deputised = num_deputised + 1
   end
-  if is_held and not has_wrong_type then redis.call('SET', key, owner, 'PX', REAPER_MILLISECONDS) end
 end
 return { num_reaped, num_deputised }

@@ -52,7 +52,7 @@ def test_an_engine_that_keeps_its_promises_passes() -> None:
     assert failures(found) == {}
     assert sorted(verdict.case.name for verdict in found) == sorted(case.name for case in CASES)
     passed = {verdict.case.group for verdict in found if verdict.outcome is Outcome.PASSED}
-    assert passed == {case.group for case in CASES} - {"structure"}
+    assert passed == {case.group for case in CASES} - {"structure", "pooling"}  # the small engine generates
 
 
 def test_what_is_not_claimed_is_listed_with_what_is_missing() -> None:

@@ -34,6 +34,7 @@ NAVIGATION = {
         "anthropic",
         "webhooks",
         "library",
+        "questions",
         "embeddings",
         "lora",
         "speculative-decoding",

@@ -14,6 +14,7 @@ from headrace_broker.app import make_app
 from headrace_broker.client.async_client import AsyncClient
 from headrace_broker.client.client import Client
 from headrace_broker.client.submission import RequestStatus, SubmitOptions, SubmitRequest
+from headrace_broker.decisions import Decided, DecideRequest
 from headrace_broker.errors import (
     EmbeddedServerError,
     HeadraceBrokerError,
@@ -46,6 +47,8 @@ __all__ = [
     "ChunkEvent",
     "Client",
     "DeadLetter",
+    "DecideRequest",
+    "Decided",
     "EmbeddedServerError",
     "EndEvent",
     "ErrorInfo",

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
+from headrace_broker.decisions import DECIDE_TASK
 from headrace_broker.errors import InvalidRequestError
+from headrace_broker.pooling_messages import TASK_OF
 from headrace_wire import chat
 from headrace_wire.chat import CHAT_OPTIONS
 from headrace_wire.request import REQUEST_KEYS, request_problems
@@ -16,6 +18,8 @@ from headrace_wire.sampling import as_sent
 from headrace_wire.values import plain, shown
 
 TASK_NAME: Final = "headrace.generate"
+TASK_NAMES: Final = (TASK_NAME, DECIDE_TASK, *TASK_OF)
+"""The Celery tasks of all kinds of requests."""
 
 
 @dataclass(frozen=True, slots=True)

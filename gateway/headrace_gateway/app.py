@@ -31,6 +31,7 @@ from headrace_gateway.batch.store import BatchStore
 from headrace_gateway.chat import endpoints as chat_endpoints
 from headrace_gateway.completions import endpoints as completions_endpoints
 from headrace_gateway.context import Gateway
+from headrace_gateway.decisions import endpoints as decision_endpoints
 from headrace_gateway.errors import ApiError
 from headrace_gateway.files import endpoints as files_endpoint
 from headrace_gateway.files.stored_files import StoredFiles
@@ -88,6 +89,7 @@ _ROUTES: Final = (
     *completions_endpoints.routes,
     *anthropic_endpoints.routes,
     *pooling_endpoints.routes,
+    *decision_endpoints.routes,
     *tokenizers.routes,  # before the route of a response's id, which would match their path
     *responses.refused,
     *responses.routes,

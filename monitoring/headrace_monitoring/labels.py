@@ -49,6 +49,7 @@ Endpoint = Literal[
     "rerank",
     "score",
     "classify",
+    "decisions",
     "tokenizer",
     "models",
     "files",

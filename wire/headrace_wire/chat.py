@@ -119,17 +119,17 @@ CHAT_OPTIONS: Final[Mapping[str, Rule]] = {
 }
 
 
-def messages_problem(messages: object) -> str | None:
+def messages_problem(messages: object, path: str = "messages") -> str | None:
     """Return the first problem of the messages of a chat, or None."""
-    if problem := MESSAGES.problem("messages", messages):
+    if problem := MESSAGES.problem(path, messages):
         return problem
     assert isinstance(messages, (list, tuple))
     for position, message in enumerate(messages):
         # an assistant message that calls tools may have no content
         if message.get("content") is None and message["role"] != "assistant":
-            return f"messages[{position}].content is required"
+            return f"{path}[{position}].content is required"
         if calls := message.get("tool_calls"):
-            problem = data_problem(f"messages[{position}].tool_calls", calls)
+            problem = data_problem(f"{path}[{position}].tool_calls", calls)
             if problem:
                 return problem
     return None

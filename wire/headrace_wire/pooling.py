@@ -226,6 +226,7 @@ _CONTRADICTIONS: Final[Mapping[PoolingTask, Callable[[Mapping[str, Any]], Iterat
 
 _DOES: Final = {
     "generate": ("generates", "does not generate"),
+    "decide": ("answers questions", "does not answer questions"),
     "embed": ("computes embeddings", "does not compute embeddings"),
     "score": ("scores pairs", "does not score pairs"),
     "classify": ("classifies texts", "does not classify texts"),
@@ -235,7 +236,7 @@ _TASK_NAMES: Final = {task: f"the task headrace.{task}" for task in _DOES}
 
 
 def wrong_task(model: str, serves: Sequence[str], asked: str, places: Mapping[str, str] = _TASK_NAMES) -> str:
-    """Return the refusal of a task that the model does not serve. A task is `generate` or a pooling task.
+    """Return the refusal of a task that the model does not serve. A task is `generate`, `decide` or a pooling task.
 
     Args:
         places: where the caller can send each task.

@@ -8,6 +8,7 @@ from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack
 
 from headrace_broker.call_rules import BEGINNING, check_last_ids, check_request_id, check_timeout
 from headrace_broker.client.client import READ_RETRIES, Client, unavailable, wait_seconds
+from headrace_broker.client.decision_calls import DecideOptions, decision_call
 from headrace_broker.client.pooling_calls import (
     EmbedOptions,
     Inputs,
@@ -27,6 +28,7 @@ from headrace_broker.client.submission import (
     read_status,
     was_cancelled,
 )
+from headrace_broker.decisions import Decided
 from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
 from headrace_broker.keys import result_key, stream_key
 from headrace_broker.pooling_results import Pooled, RankedDocument, ranking_of
@@ -183,13 +185,28 @@ class AsyncClient:
         """See `Client.classify`."""
         return await self._pool(pooling_call("classify", {"input": inputs}, options, self._model), timeout)
 
+    async def decide(
+        self,
+        given: str | Sequence[Mapping[str, Any]],
+        questions: Sequence[Mapping[str, Any]],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[DecideOptions],
+    ) -> Decided:
+        """See `Client.decide`."""
+        call = decision_call(given, questions, options, self._model)
+        answer = call.answer(await self.submit_pooling(call.submissions))
+        async for request_id, event in self.events_many(answer.request_ids, timeout=timeout):
+            answer.add(request_id, event)
+        return answer.whole()
+
     submit_pooling = _in_thread(Client.submit_pooling)
 
     async def _pool(self, call: PoolingCall, timeout: float | None) -> Pooled:
         answer = call.answer(await self.submit_pooling(call.submissions))
         async for request_id, event in self.events_many(answer.request_ids, timeout=timeout):
             answer.add(request_id, event)
-        return answer.pooled()
+        return answer.whole()
 
     async def cancel(self, request_id: str) -> bool:
         """See `Client.cancel`."""

@@ -22,6 +22,7 @@ from headrace_broker.call_rules import (
     check_request_id,
     check_timeout,
 )
+from headrace_broker.client.decision_calls import DecideOptions, decision_call
 from headrace_broker.client.idempotency import IdempotencyKeys
 from headrace_broker.client.pooling_calls import (
     EmbedOptions,
@@ -49,6 +50,7 @@ from headrace_broker.client.submission import (
     was_cancelled,
 )
 from headrace_broker.client.tracing import ClientTracing
+from headrace_broker.decisions import Decided
 from headrace_broker.errors import (
     HeadraceBrokerError,
     QueueFullError,
@@ -268,8 +270,26 @@ class Client:
         """Compute the classes of each text, pair of texts or list of token ids. Errors are those of `embed`."""
         return self._pool(pooling_call("classify", {"input": inputs}, options, self._model), timeout)
 
+    def decide(
+        self,
+        given: str | Sequence[Mapping[str, Any]],
+        questions: Sequence[Mapping[str, Any]],
+        *,
+        timeout: float | None = None,
+        **options: Unpack[DecideOptions],
+    ) -> Decided:
+        """Answer 1 to 400 questions about one input, a text or the messages of a chat, in one message.
+
+        Questions and answers have the fields of OpenAI's decisions. Errors are those of `embed`.
+        """
+        call = decision_call(given, questions, options, self._model)
+        answer = call.answer(self.submit_pooling(call.submissions))
+        for request_id, event in self.events_many(answer.request_ids, timeout=timeout):
+            answer.add(request_id, event)
+        return answer.whole()
+
     def submit_pooling(self, submissions: Sequence[Submission]) -> list[str]:
-        """Put the messages of a PoolingCall, or some of them, into their queue and return their ids."""
+        """Put the messages of a PoolingCall or DecisionCall, or some of them, into their queue and return their ids."""
         with unavailable(self.settings, "submit requests"):
             return self._submit(submissions, batch_size=_BATCH if len(submissions) > 1 else 0)
 
@@ -277,7 +297,7 @@ class Client:
         answer = call.answer(self.submit_pooling(call.submissions))
         for request_id, event in self.events_many(answer.request_ids, timeout=timeout):
             answer.add(request_id, event)
-        return answer.pooled()
+        return answer.whole()
 
     def cancel(self, request_id: str) -> bool:
         """Cancel the request. One that waits in the queue does not run; a running one stops at its next chunk.

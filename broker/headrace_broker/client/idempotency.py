@@ -14,6 +14,7 @@ from typing import Any, Final
 import redis
 
 from headrace_broker.client.submission import Submission
+from headrace_broker.decisions import DecideRequest
 from headrace_broker.errors import InvalidRequestError, UsedRequestIdError
 from headrace_broker.keys import IDEMPOTENCY_SECONDS, idempotency_key
 from headrace_broker.messages import GenerateRequest
@@ -81,7 +82,7 @@ class IdempotencyKeys:
         return request_id, sent == "1"
 
 
-def _content(request: GenerateRequest | PoolingRequest) -> dict[str, Any]:
+def _content(request: GenerateRequest | PoolingRequest | DecideRequest) -> dict[str, Any]:
     """Return what the key is bound to. Two pooling tasks may have the same keyword arguments."""
     kwargs = request.to_kwargs()
     return {**kwargs, "task": request.task} if isinstance(request, PoolingRequest) else kwargs

@@ -164,7 +164,7 @@ class PoolingAnswer:
                 result = PoolingResult(request_id, rows, event.labels, event.truncated, event.usage, event.error)
                 raise RequestFailedError(request_id, event.error.code, event.error.message, result=result)
 
-    def pooled(self) -> Pooled:
+    def whole(self) -> Pooled:
         """Return the complete answer. Call it when every stream has ended."""
         parts = [*self._parts.values()]
         ends = [part.end for part in parts if part.end is not None]

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, TypedDict
 
 from headrace_broker.call_rules import check_all
 from headrace_broker.content import loads_stored
+from headrace_broker.decisions import DecideRequest
 from headrace_broker.errors import InvalidRequestError, MalformedEntryError, MalformedMessageError
 from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.messages import GenerateRequest
@@ -56,7 +57,7 @@ class RequestStatus:
 class Submission:
     """A checked request with the message headers and properties that the queue uses."""
 
-    request: GenerateRequest | PoolingRequest
+    request: GenerateRequest | PoolingRequest | DecideRequest
     model: str
     request_id: str
     priority: int
@@ -117,7 +118,7 @@ def prepare(options: SubmitRequest, *, default_model: str | None, now: Callable[
 
 
 def submission_of(
-    request: GenerateRequest | PoolingRequest,
+    request: GenerateRequest | PoolingRequest | DecideRequest,
     options: SubmitRequest,
     problems: list[str],
     *,
@@ -140,9 +141,10 @@ def submission_of(
         given = shown(options.get("request_id"))
         problems.append(f"request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : -, got {given}")
     headers: dict[str, Any] = {"enqueued_at": now()}
-    if isinstance(request, GenerateRequest):
-        headers["prefix"] = prefix_of(request, model if isinstance(model, str) else "")
-        if (choices := request.sampling_params.get("n") or 1) > 1:
+    if not isinstance(request, PoolingRequest):
+        prompt, choices = _prompt_and_choices(request)
+        headers["prefix"] = prefix_of(prompt, model if isinstance(model, str) else "")
+        if choices > 1:
             headers["choices"] = choices
     for header in ("tenant", "cache_salt", "idempotency_key"):
         if (value := options.get(header)) is not None:
@@ -160,6 +162,13 @@ def submission_of(
     if problems or model is None:
         raise InvalidRequestError(problems)
     return Submission(request, model, request_id, priority, deadline, headers, options.get("request_id") is not None)
+
+
+def _prompt_and_choices(request: GenerateRequest | DecideRequest) -> tuple[GenerateRequest, int]:
+    """Return the request's prompt, and the slots of the engine that it takes, as far as its producer knows."""
+    if isinstance(request, DecideRequest):
+        return GenerateRequest(messages=request.messages, lora=request.lora), len(request.questions)
+    return request, request.sampling_params.get("n") or 1
 
 
 def _request(options: SubmitRequest, problems: list[str]) -> GenerateRequest:

@@ -19,8 +19,7 @@ from headrace_broker.keys import (
     result_key,
     stream_key,
 )
-from headrace_broker.messages import TASK_NAME
-from headrace_broker.pooling_messages import TASK_OF
+from headrace_broker.messages import TASK_NAMES
 from headrace_broker.queue.message_envelope import content_digest, legible_envelope, request_id_of
 from headrace_broker.results import ErrorInfo
 from headrace_broker.scripts import script
@@ -61,7 +60,7 @@ class DeadLetter:
     def task(self) -> str | None:
         """The name of the Celery task; None if the message has none of ours."""
         task = self.headers.get("task")
-        return task if isinstance(task, str) and task in (TASK_NAME, *TASK_OF) else None
+        return task if isinstance(task, str) and task in TASK_NAMES else None
 
     @property
     def answered_id(self) -> str | None:

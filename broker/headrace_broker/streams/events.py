@@ -87,6 +87,8 @@ class EndEvent:
     """Of a pooling request: indices of the inputs that were cut."""
     labels: tuple[str, ...] = ()
     """Of a classification: names of the classes, in the order of each row."""
+    answers: tuple[dict[str, Any], ...] = field(default=(), repr=False)
+    """Of a decision: the answer to each question, in the order of the questions."""
 
 
 StreamEvent: TypeAlias = StartEvent | ChunkEvent | RowsEvent | EndEvent
@@ -147,5 +149,6 @@ def _event(entry_id: str, attempt: int, offset: int, kind: bytes, data: dict[str
             error=ErrorInfo.from_wire(data["error"]) if data["error"] is not None else None,
             truncated=tuple(data.get("truncated") or ()),
             labels=tuple(data.get("labels") or ()),
+            answers=tuple(data.get("answers") or ()),
         )
     raise MalformedEntryError(f"unknown entry type {kind!r}")

@@ -98,7 +98,7 @@ class InputProcessor:
     ) -> None:
         self._seed = seed
         self.model_info = self._model_info = model_info.with_end_token(tokenizer.eos_token_id)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         if capabilities is None:
             capabilities = EngineCapabilities.of_everything()
         self._checks = RequestChecks(self._model_info, max_logprobs, logits_processors, engine, capabilities)
@@ -133,7 +133,7 @@ class InputProcessor:
     @property
     def shows_tools(self) -> bool:
         """Whether the model's chat template shows tools to the model."""
-        return self._tokenizer.shows_tools
+        return self.tokenizer.shows_tools
 
     def process_chat(
         self,
@@ -154,7 +154,7 @@ class InputProcessor:
     @property
     def start_ids(self) -> list[int]:
         """The token ids of an empty prompt."""
-        return self._tokenizer.start_ids
+        return self.tokenizer.start_ids
 
     def check_grammar(self, params: SamplingParams) -> None:
         """Check the grammar of a request and cache the result. If a thread calls it first, `process` does not block.
@@ -169,7 +169,7 @@ class InputProcessor:
 
     def _tokenizer_definition(self) -> TokenizerDefinition:
         return TokenizerDefinition(
-            tokenizer_json=self._tokenizer.to_json(),
+            tokenizer_json=self.tokenizer.to_json(),
             vocab_size=self._model_info.vocab_size,
             eos_token_ids=self._model_info.eos_token_ids,
         )
@@ -187,7 +187,7 @@ class InputProcessor:
         if isinstance(prompt, str):
             if not is_unicode(prompt):
                 raise InvalidRequestError("the prompt must be valid Unicode, got a lone surrogate")
-            return prompt, self._tokenizer.encode(prompt)
+            return prompt, self.tokenizer.encode(prompt)
         tokens = plain_list(prompt)
         if (
             isinstance(tokens, bytes | bytearray)
@@ -201,7 +201,7 @@ class InputProcessor:
         self, messages: Sequence[ChatMessage], chat_options: ChatOptions | None = None
     ) -> tuple[str, list[int]]:
         """Return the prompt that the chat template makes of a conversation, and its token ids."""
-        return self._tokenizer.encode_chat(read_messages(messages), chat_options)
+        return self.tokenizer.encode_chat(read_messages(messages), chat_options)
 
     def _build(
         self,
@@ -215,7 +215,7 @@ class InputProcessor:
         lora_request: LoRARequest | None,
     ) -> ProcessedRequest:
         self._checks.check_features(priority, cache_salt, lora_request)
-        if isinstance(self._tokenizer, NoTokenizer):
+        if isinstance(self.tokenizer, NoTokenizer):
             params = replace(params, detokenize=False)
         checked = self._check(text, token_ids, params)
         return self.assemble(request_id, checked, params, priority, arrival_time, cache_salt, lora_request)
@@ -232,7 +232,7 @@ class InputProcessor:
 
     def _check(self, text: str | None, token_ids: list[int], params: SamplingParams) -> CheckedPrompt:
         self._checks.check_prompt(token_ids)
-        bad_words_token_ids = tokenize_bad_words(self._tokenizer, params.bad_words, self._model_info.vocab_size)
+        bad_words_token_ids = tokenize_bad_words(self.tokenizer, params.bad_words, self._model_info.vocab_size)
         self._checks.check_params(token_ids, params, bad_words_token_ids)
         self.check_grammar(params)
         return CheckedPrompt(text, token_ids, bad_words_token_ids)

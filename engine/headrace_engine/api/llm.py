@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from headrace_engine.api.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, search_together
+from headrace_engine.api.decide import decide
 from headrace_engine.api.input_processor import Prompt
 from headrace_engine.api.llm_engine import LLMEngine, check_engine_args, config_of
 from headrace_engine.api.metrics import Metric
@@ -234,6 +235,29 @@ class LLM:
         params = _pooling_params(pooling_params)
         with _progress_bar(use_tqdm, len(second), "Scoring", "pair") as bar:
             return self.pooling_engine.score(first, second, params, bar.update)
+
+    def decide(self, given: str | Sequence[ChatMessage], questions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Answer 1 to 400 questions about one input, which is computed once.
+
+        Args:
+            given: the input: a text, or the messages of a chat.
+            questions: maps with the fields of OpenAI's decisions: `type` (predicate, choice or score), `instructions`,
+                `name`, `choices` or `levels`.
+
+        Returns:
+            `answers`, one for each question, in their order, in the form of OpenAI's decisions; and `usage`:
+            `input_tokens`, of the input and of each question once, and how many of them the prefix cache had before
+            (`cached_tokens`).
+
+        Raises:
+            InvalidRequestError: the input or a question is invalid, with every problem. Nothing was computed.
+            ContextLengthError: the input is too long with one of the questions.
+        """
+
+        def generate(prompts: list[Any], params: list[SamplingParams]) -> list[RequestOutput]:
+            return self.generate(prompts, params, use_tqdm=False) if prompts else []
+
+        return decide(self.engine.input_processor, generate, given, questions)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of calls that give none. The option `generation_config` determines them."""

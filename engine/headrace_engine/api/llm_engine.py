@@ -48,8 +48,8 @@ class LLMEngine:
         self._config = config
         self._core = start_core(config, in_process=core_in_process)
         self.tokenizer = fetch_tokenizer(config, self._core)
-        self._input_processor = create_input_processor(config, self._core, self.tokenizer)
-        self.model_info = self._input_processor.model_info
+        self.input_processor = create_input_processor(config, self._core, self.tokenizer)
+        self.model_info = self.input_processor.model_info
         self._output_processor = OutputProcessor(self.tokenizer)
         self._metrics = EngineMetrics(config.model.model, self._core.capabilities.stats)
         self._arrivals = 0
@@ -92,7 +92,7 @@ class LLMEngine:
             DuplicateRequestError: the id is in use.
         """
         refuse_arguments(unsupported)
-        process = partial(self._input_processor.process, prompt=prompt)
+        process = partial(self.input_processor.process, prompt=prompt)
         return self._queue(request_id, params, arrival_time, lora_request, priority, process)
 
     def add_chat_request(
@@ -114,7 +114,7 @@ class LLMEngine:
 
         def process(request_id: str, **values: Any) -> ProcessedRequest:
             options = ChatOptions.from_optional(**chat_options)
-            return self._input_processor.process_chat(request_id, messages, chat_options=options, **values)
+            return self.input_processor.process_chat(request_id, messages, chat_options=options, **values)
 
         return self._queue(request_id, params, arrival_time, lora_request, priority, process)
 
@@ -124,7 +124,7 @@ class LLMEngine:
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt in any form. Raises InvalidRequestError."""
-        return self._input_processor.tokenize(prompt)[1]
+        return self.input_processor.tokenize(prompt)[1]
 
     def step(self) -> list[RequestOutput]:
         """Wait for one step of the core and return the outputs of its requests.
@@ -217,7 +217,7 @@ class LLMEngine:
 
     def close(self) -> None:
         """Shut down the core. Unfinished requests get no more outputs."""
-        self._input_processor.close()
+        self.input_processor.close()
         self._core.shutdown()
         self._core.close()
 

@@ -49,6 +49,10 @@ class ModelTokenizer:
         template = self._tool_chat_template or self._chat_template
         return template is not None and chat_template.reads_variable(template, "tools")
 
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._chat_template)
+
     def learn_history_forms(self) -> None:
         """Find the forms of tool calls that the model's chat templates take, so that the first chat need not do it."""
         tokens = tuple(sorted(self._special_tokens.items()))
@@ -84,6 +88,14 @@ class ModelTokenizer:
     ) -> tuple[str, list[int]]:
         """Apply the chat template to messages of `read_messages`. Return the text and its ids.
 
+        Raises the errors of `render_chat`.
+        """
+        text = self.render_chat(conversation, options)
+        return text, self.encode_plain(text)  # the template contains the special tokens
+
+    def render_chat(self, conversation: Sequence[Mapping[str, Any]], options: ChatOptions | None = None) -> str:
+        """Apply the chat template to messages of `read_messages`. Return the text.
+
         Raises:
             InvalidRequestError: there is no template, or it refuses the messages.
         """
@@ -104,8 +116,7 @@ class ModelTokenizer:
             raise InvalidRequestError(f"{whose} chat template refuses these messages: {error}") from error
         if not is_unicode(text):
             raise InvalidRequestError("the chat template made text that is no valid Unicode")
-        # The template contains the special tokens.
-        return text, self.encode_plain(text)
+        return text
 
     @property
     def special_ids(self) -> set[int | None]:

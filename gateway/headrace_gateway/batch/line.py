@@ -15,6 +15,7 @@ import msgspec
 from headrace_broker import RegisteredModel
 from headrace_gateway.chat.endpoints import CHAT
 from headrace_gateway.completions.endpoints import COMPLETIONS
+from headrace_gateway.decisions.fields import DECISIONS
 from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.generation import Api
 from headrace_gateway.http.json import encode_line
@@ -44,6 +45,7 @@ ENDPOINTS: Final[Mapping[str, Api | PoolingApi]] = {
     "/v1/rerank": RERANK,
     "/v1/score": SCORE,
     "/v1/classify": CLASSIFY,
+    "/v1/decisions": DECISIONS,
 }
 """The accepted values of `url`."""
 _FIELDS: Final = ("custom_id", "method", "url", "body")
@@ -132,7 +134,7 @@ def read_line(raw: bytes) -> BatchLine:
         if name not in _FIELDS:
             raise invalid(f"unknown field {name[:64]!r}", code=GatewayCode.UNSUPPORTED_PARAMETER, param=name[:64])
     digest = hashlib.blake2b(_ENCODE([custom_id, url, body]), digest_size=16).hexdigest()
-    num_inputs = _num_inputs(body) if isinstance(ENDPOINTS[url], PoolingApi) else 0
+    num_inputs = _num_inputs(body) if isinstance(ENDPOINTS[url], PoolingApi) and url != "/v1/decisions" else 0
     return BatchLine(custom_id, url, model_named(body), f"batch_req_{digest}", raw, num_inputs)
 
 
@@ -150,7 +152,7 @@ def read_call(raw: bytes, model: RegisteredModel, lora: str | None) -> Call | Po
         if api is RERANK and is_tei(body):
             message = "body.texts is a field of TEI, whose answers are lists: use documents"
             raise invalid(message, code=ErrorCode.UNSUPPORTED, param="body.texts")
-        return api.read(body, model=model)
+        return api.read_for(body, model=model, lora=lora)
     if api is RESPONSES:
         for name in ("background", "previous_response_id"):
             if body.get(name):

@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from headrace_broker import AsyncClient, StreamExpiredError, SubmitRequest
+from headrace_broker.pooling_results import Pooled
 from headrace_broker.streams.hub import StreamHub
 from headrace_gateway.answers.complete_answer import CompleteAnswer
 from headrace_gateway.answers.envelope import Envelope
@@ -84,7 +85,7 @@ def line_call(
     if deadline is not None:
         options["expires"] = max(1.0, deadline - time.time())
     if isinstance(checked, PoolingBody):
-        return _PoolingCall(checked, options, answer_id)
+        return _WholeCall(checked, options, answer_id, key)
     assert isinstance(api, Api)
     return _Generation(checked, api, options, Envelope.of(checked, answer_id, key, expires=_FOREVER), key)
 
@@ -136,12 +137,12 @@ class _GenerationReading(LineReading):
         return WholeAnswer(self._answer.whole())
 
 
-class _PoolingCall(LineCall):
-    """The messages of a pooling call. A line is divided into the same messages whenever it is read."""
+class _WholeCall(LineCall):
+    """The messages of a pooling call or a decision. A line is divided into the same messages whenever it is read."""
 
-    def __init__(self, body: PoolingBody, options: SubmitRequest, answer_id: str) -> None:
+    def __init__(self, body: PoolingBody, options: SubmitRequest, answer_id: str, key: ApiKey) -> None:
         self._body: Final = body
-        self._call: Final = call_of(body, {**options, "request_id": answer_id})
+        self._call: Final = call_of(body, {**options, "request_id": answer_id}, key)
         self.request_ids = [each.request_id for each in self._call.submissions]
 
     async def send(self, client: AsyncClient, number: int) -> None:
@@ -167,5 +168,6 @@ class _PoolingReading(LineReading):
         return await self._reader.take(timeout)
 
     def whole(self) -> WholeAnswer:
-        pooled = self._reader.pooled()
-        return WholeAnswer(self._body.answer(pooled, self._id), pooled.truncated)
+        found = self._reader.whole()
+        truncated = found.truncated if isinstance(found, Pooled) else ()
+        return WholeAnswer(self._body.answer(found, self._id), truncated)

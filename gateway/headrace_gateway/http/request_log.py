@@ -33,6 +33,7 @@ _PREFIXES: Final[tuple[tuple[str, Endpoint], ...]] = (
     *((f"{prefix}/score", "score") for prefix in ("", "/v1")),
     *((f"{prefix}/classify", "classify") for prefix in ("", "/v1")),
     ("/predict", "classify"),
+    ("/v1/decisions", "decisions"),
     ("/tokenize", "tokenizer"),
     ("/detokenize", "tokenizer"),
     ("/v1/models", "models"),

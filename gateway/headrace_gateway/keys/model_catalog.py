@@ -16,6 +16,7 @@ from headrace_wire.request import name_problems
 _LISTED: Final = "GET /v1/models lists the models"
 _PATHS: Final = {
     "generate": "/v1/chat/completions",
+    "decide": "/v1/decisions",
     "embed": "/v1/embeddings",
     "score": "/v1/rerank",
     "classify": "/v1/classify",
@@ -82,7 +83,7 @@ class ModelCatalog:
         """Return the model for a request's `model`, and the adapter if `model` is the name of an adapter.
 
         Args:
-            task: `generate` or a pooling task, which the model must serve; None: any.
+            task: `generate`, `decide` or a pooling task, which the model must serve; None: any.
 
         Raises ApiError 404 for a model that the key may not use, just as for one that does not exist, and 400 for a
         model that does not serve the task.

@@ -20,6 +20,7 @@ from headrace_gateway.http.json import JsonResponse
 from headrace_gateway.openapi import (
     anthropic_schemas,
     batch_schemas,
+    decision_schemas,
     pooling_schemas,
     response_schemas,
     schemas,
@@ -74,6 +75,7 @@ def document() -> dict[str, Any]:
             **_responses(),
             **_messages(),
             **_pooling(),
+            "/v1/decisions": {"post": _pool("/v1/decisions", "DecisionRequest", "Decision", "Error")},
             **_tokenizer(),
             **_files_and_batches(),
             **_operations(),
@@ -101,6 +103,7 @@ _SCHEMAS: Final = {
     "TokenizedRequest": tokenizer_schemas.TOKENIZE_REQUEST,
     "DetokenizedRequest": tokenizer_schemas.DETOKENIZE_REQUEST,
     **batch_schemas.SCHEMAS,
+    **decision_schemas.SCHEMAS,
     **pooling_schemas.SCHEMAS,
     "ChatCompletion": schemas.CHAT_COMPLETION,
     "Completion": schemas.COMPLETION,

@@ -9,34 +9,46 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from headrace_broker import AsyncClient, QueueUnavailableError, RequestFailedError, StreamExpiredError
-from headrace_broker.client.pooling_calls import PoolingCall, pooling_call
+from headrace_broker.client.decision_calls import WholeCall, decision_call
+from headrace_broker.client.pooling_calls import pooling_call
+from headrace_broker.decisions import Decided
 from headrace_broker.pooling_results import Pooled
 from headrace_broker.streams.events import EndEvent, StartEvent
 from headrace_broker.streams.hub import StreamHub, Subscription
 from headrace_gateway.answers.reader import LATE_SECONDS
 from headrace_gateway.errors import ApiError
 from headrace_gateway.http.broker_errors import api_error_of, api_error_of_end
+from headrace_gateway.keys.api_key import ApiKey
 from headrace_gateway.pooling.pooling_body import CUT_END, PoolingBody
 from headrace_wire.codes import ErrorCode
 
-_FIELD: Final = re.compile(r"\b(input|documents|queries|query|max_tokens|dimensions|prompt_name)\b(?:\[(\d+)\])?")
+_FIELD: Final = re.compile(
+    r"\b(input|questions|documents|queries|query|max_tokens|dimensions|prompt_name)\b(?:\[(\d+)\])?"
+)
 _ABOUT_FIELDS: Final = (ErrorCode.INVALID_REQUEST, ErrorCode.CONTEXT_LENGTH_EXCEEDED)
 
 
-def call_of(body: PoolingBody, options: Mapping[str, Any]) -> PoolingCall:
+def call_of(body: PoolingBody, options: Mapping[str, Any], key: ApiKey) -> WholeCall:
     """Return the messages of a call.
 
     Args:
         options: fields of `QueueOptions`; `model` is required.
     """
+    if body.task == "decide":
+        given, own = body.given, {**body.options, "cache_salt": key.cache_salt}
+        return decision_call(given["input"], given["questions"], {**options, **own}, None)
     return pooling_call(body.task, body.inputs, {**body.queue_options, **options}, None)
 
 
 class PooledReader:
-    """Reads the rows of submitted messages for one client."""
+    """Reads the rows, or the answers, of submitted messages for one client."""
 
     def __init__(
-        self, body: PoolingBody, call: PoolingCall, request_ids: Sequence[str], subscription: Subscription
+        self,
+        body: PoolingBody,
+        call: WholeCall,
+        request_ids: Sequence[str],
+        subscription: Subscription,
     ) -> None:
         self._body: Final = body
         self._answer: Final = call.answer(request_ids)
@@ -70,21 +82,21 @@ class PooledReader:
                 raise _failure(error, self._body, self._firsts[request_id]) from None
         return bool(events)
 
-    def pooled(self) -> Pooled:
-        """Return the rows of all messages. Call it when all have ended."""
-        return self._answer.pooled()
+    def whole(self) -> Pooled | Decided:
+        """Return the answer of all messages. Call it when all have ended."""
+        return self._answer.whole()
 
 
 @asynccontextmanager
 async def open_pooled_reader(
-    hub: StreamHub, body: PoolingBody, call: PoolingCall, request_ids: Sequence[str]
+    hub: StreamHub, body: PoolingBody, call: WholeCall, request_ids: Sequence[str]
 ) -> AsyncIterator[PooledReader]:
     """Open the streams of messages, given in the order of `call.submissions`, at their first entries."""
     async with hub.subscribe(dict.fromkeys(request_ids, "0-0")) as subscription:
         yield PooledReader(body, call, request_ids, subscription)
 
 
-async def pooled_of(reader: PooledReader, seconds: float) -> Pooled:
+async def pooled_of(reader: PooledReader, seconds: float) -> Pooled | Decided:
     """Wait for the rows of all messages.
 
     Args:
@@ -100,7 +112,7 @@ async def pooled_of(reader: PooledReader, seconds: float) -> Pooled:
             raise api_error_of(error) from None
         if not has_more and time.monotonic() >= deadline:
             raise api_error_of_end(ErrorCode.EXPIRED, "no worker answered the request before its deadline")
-    return reader.pooled()
+    return reader.whole()
 
 
 async def cancel_all(client: AsyncClient, request_ids: Sequence[str]) -> None:
@@ -119,6 +131,10 @@ def _failure(error: RequestFailedError, body: PoolingBody, first: int) -> ApiErr
     message = _FIELD.sub(named, error.message).replace(CUT_END, body.names.get(CUT_END, CUT_END))
     failure = api_error_of_end(error.code, message)
     field = _FIELD.search(error.message) if error.code in _ABOUT_FIELDS else None
-    if field is None:
+    if field is not None:
+        param = named(field)
+    elif body.task == "decide" and error.code == ErrorCode.CONTEXT_LENGTH_EXCEEDED:
+        param = "input"
+    else:
         return failure
-    return ApiError(failure.status, failure.kind, failure.code, message, param=named(field), headers=failure.headers)
+    return ApiError(failure.status, failure.kind, failure.code, message, param=param, headers=failure.headers)

@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from headrace_broker.client.pooling_calls import PoolingCall
+from headrace_broker.client.decision_calls import WholeCall
+from headrace_broker.pooling_results import Pooled
 from headrace_broker.server.connections import REDIS_ERRORS
 from headrace_gateway.admission import admitted_body, report_ignored
 from headrace_gateway.answers.event_stream import unless_disconnected
@@ -44,10 +45,10 @@ async def create(request: Request, api: PoolingApi) -> Response:
         if api.is_tei or (api is RERANK and await raw.read(is_tei)):
             request.scope["state"]["is_tei"] = True
             name = name or request.query_params.get("model") or await _only_model(gateway, key, api)
-        model, _ = await gateway.models.find(name, key, api.task)
-        body = await raw.read(partial(api.read, model=model))
+        model, adapter = await gateway.models.find(name, key, api.task)
+        body = await raw.read(partial(api.read_for, model=model, lora=adapter))
         report_ignored(request, body.ignored)
-        call = call_of(body, _queue_options(body, model.name, key, headers, api))
+        call = call_of(body, _queue_options(body, model.name, key, headers, api), key)
         request_ids = await _submit(gateway, key, call, headers)
     work = partial(_answered, gateway, key, api, body, call, request_ids, headers)
     return await unless_disconnected(request.receive, work)
@@ -78,7 +79,7 @@ def _queue_options(
     return options
 
 
-async def _submit(gateway: Gateway, key: ApiKey, call: PoolingCall, headers: CallHeaders) -> list[str]:
+async def _submit(gateway: Gateway, key: ApiKey, call: WholeCall, headers: CallHeaders) -> list[str]:
     """Count the bytes of the messages, then submit them. Raises ApiError 429 if their tenant has no room."""
     size = sum(encoded_bytes(each.request.to_kwargs()) for each in call.submissions)
     item = call.submissions[0].request_id
@@ -103,7 +104,7 @@ async def _answered(
     key: ApiKey,
     api: PoolingApi,
     body: PoolingBody,
-    call: PoolingCall,
+    call: WholeCall,
     request_ids: list[str],
     headers: CallHeaders,
 ) -> Response:
@@ -130,12 +131,12 @@ async def _answered(
     else:
         gateway.read.add(request_ids)
     told = {"x-headrace-id": request_ids[0]}
-    if pooled.truncated:
+    if isinstance(pooled, Pooled) and pooled.truncated:
         told["x-headrace-truncated"] = header_of([*map(str, pooled.truncated)])
     return JsonResponse(body.answer(pooled, f"{api.prefix}{request_ids[0]}"), headers=told)
 
 
-def _routes(api: PoolingApi, *paths: str) -> list[Route]:
+def routes_of(api: PoolingApi, *paths: str) -> list[Route]:
     async def endpoint(request: Request) -> Response:
         return await create(request, api)
 
@@ -143,12 +144,12 @@ def _routes(api: PoolingApi, *paths: str) -> list[Route]:
 
 
 routes: Final = [
-    *_routes(EMBEDDINGS, "/v1/embeddings", "/embeddings"),
-    *_routes(COHERE_EMBED, "/v2/embed"),
-    *_routes(COHERE_EMBED_V1, "/v1/embed"),
-    *_routes(RERANK, "/v2/rerank", "/v1/rerank", "/rerank"),
-    *_routes(SCORE, "/v1/score", "/score"),
-    *_routes(CLASSIFY, "/v1/classify", "/classify"),
-    *_routes(TEI_EMBED, "/embed"),
-    *_routes(TEI_PREDICT, "/predict"),
+    *routes_of(EMBEDDINGS, "/v1/embeddings", "/embeddings"),
+    *routes_of(COHERE_EMBED, "/v2/embed"),
+    *routes_of(COHERE_EMBED_V1, "/v1/embed"),
+    *routes_of(RERANK, "/v2/rerank", "/v1/rerank", "/rerank"),
+    *routes_of(SCORE, "/v1/score", "/score"),
+    *routes_of(CLASSIFY, "/v1/classify", "/classify"),
+    *routes_of(TEI_EMBED, "/embed"),
+    *routes_of(TEI_PREDICT, "/predict"),
 ]

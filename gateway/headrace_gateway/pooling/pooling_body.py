@@ -3,15 +3,18 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from headrace_broker import RegisteredModel
+from headrace_broker.decisions import Decided
 from headrace_broker.pooling_results import Pooled
 from headrace_gateway.requests.problems import Problems, root_of
 from headrace_wire.pooling import PoolingTask, pooling_problems
 from headrace_wire.rules import Boolean, Integer, OneOf, Rule
 from headrace_wire.sampling import MAX_TOKEN_ID
 
+WholeTask: TypeAlias = PoolingTask | Literal["decide"]
+"""The tasks whose answers are sent whole."""
 LOWEST_PRIORITY: Final = 9
 CUT_END: Final = 'truncate: "end"'
 """What a worker advises for an input that is too long. `PoolingBody.names` has how an API says it."""
@@ -40,7 +43,7 @@ class PoolingBody:
     """A request whose fields are all checked. It can be pickled."""
 
     model: str
-    task: PoolingTask
+    task: WholeTask
     given: Mapping[str, Any]
     """The keyword arguments of the queue's task, without the model."""
     write: "Writer"
@@ -61,12 +64,13 @@ class PoolingBody:
     def queue_options(self) -> Mapping[str, Any]:
         return {name: value for name, value in self.given.items() if name not in _INPUTS}
 
-    def answer(self, pooled: Pooled, answer_id: str) -> Any:
+    def answer(self, found: Pooled | Decided, answer_id: str) -> Any:
         """Return the body of the answer."""
-        return self.write(self, pooled, answer_id)
+        return self.write(self, found, answer_id)
 
 
-Writer: TypeAlias = Callable[[PoolingBody, Pooled, str], Any]
+Writer: TypeAlias = Callable[[PoolingBody, Any, str], Any]
+"""The second argument is a `Pooled`, or a `Decided` of a decision."""
 _INPUTS: Final = ("input", "query", "queries", "documents")
 
 
@@ -76,11 +80,17 @@ class PoolingApi:
 
     prefix: str
     """Prefix of the ids of its answers, such as `rerank-`."""
-    task: PoolingTask
+    task: WholeTask
     read: Callable[..., PoolingBody]
     """Makes the PoolingBody from the body and the `model`. Raises ApiError that lists every problem."""
     is_tei: bool = False
     """Whether it is an API of TEI, whose bodies name no model."""
+    takes_adapters: bool = False
+    """Whether a body may name a LoRA adapter as its model. `read` then has the argument `lora`."""
+
+    def read_for(self, body: Mapping[str, Any], *, model: RegisteredModel, lora: str | None) -> PoolingBody:
+        """Read a body for a model, or for one of its adapters."""
+        return self.read(body, model=model, **({"lora": lora} if self.takes_adapters else {}))
 
 
 class BodyFields:
@@ -89,13 +99,18 @@ class BodyFields:
     Args:
         rules: the served fields -> their rules.
         refused: further fields that are refused -> what to do instead.
+        problems: the problems that were found before.
     """
 
     def __init__(
-        self, body: Mapping[str, Any], rules: Mapping[str, Rule], refused: Mapping[str, str] | None = None
+        self,
+        body: Mapping[str, Any],
+        rules: Mapping[str, Rule],
+        refused: Mapping[str, str] | None = None,
+        problems: Problems | None = None,
     ) -> None:
         self.given: Final = {name: value for name, value in body.items() if value is not None}
-        self.problems: Final = Problems()
+        self.problems: Final = Problems() if problems is None else problems
         known = {"model", *rules, *IGNORED}
         unsupported = {name: why for name, why in {**REFUSED, **(refused or {})}.items() if name not in known}
         self.problems.unknown_names(self.given, known, unsupported)

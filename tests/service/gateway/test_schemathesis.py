@@ -43,7 +43,7 @@ def document_of(gateway: RunningGateway) -> dict[str, Any]:
     schemas["MessageTokensRequest"]["properties"]["model"] = {"const": gateway.model}
     for one in (schemas["DetokenizedRequest"], *schemas["TokenizedRequest"]["anyOf"]):
         one["properties"]["model"] = {"enum": [gateway.model, None]}
-    for name in ("ChatCompletionRequest", "CompletionRequest", "MessageRequest", "ResponseRequest"):
+    for name in ("ChatCompletionRequest", "CompletionRequest", "MessageRequest", "ResponseRequest", "DecisionRequest"):
         schemas[name]["properties"]["model"] = {"const": gateway.model}
     return narrowed
 

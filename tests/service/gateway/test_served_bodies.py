@@ -74,6 +74,7 @@ SAMPLES: Final[dict[str, Any]] = {
     "prompt_cache_options": {"mode": "implicit"},
     "prompt_cache_retention": "24h",
     "prompt_logprobs": 1,
+    "questions": [{"type": "predicate", "instructions": "It is old."}],
     "reasoning": {"effort": "none", "summary": "auto"},
     "reasoning_effort": "none",
     "repetition_detection": {"max_pattern_size": 3, "min_count": 4},
@@ -150,6 +151,7 @@ ENDPOINTS: Final = {
     "/tokenize": Endpoint(),
     "/detokenize": Endpoint(),
     "/v1/batches": Endpoint(),
+    "/v1/decisions": Endpoint(),
 }
 
 

@@ -122,7 +122,7 @@ def test_an_answer_joins_its_messages_in_the_order_of_the_inputs() -> None:
     answer.add("b", rows_event(1, 7, 8))
     answer.add("b", ended(2, truncated=(1,)))
     answer.add("a", ended(1, truncated=(0,)))
-    pooled = answer.pooled()
+    pooled = answer.whole()
     assert pooled.rows.tolist() == [[1.0, 2.0], [5.0, 6.0], [7.0, 8.0]]
     assert (pooled.truncated, pooled.usage, pooled.request_ids) == ([0, 2], Usage(20, 0, 0), ["a", "b"])
 

@@ -48,6 +48,7 @@ class FakeTokenizer:
     """Makes one token of each letter."""
 
     eos_token_id = None
+    has_chat_template = True
     start_ids: ClassVar[list[int]] = []
 
     def __init__(self) -> None:

@@ -18,8 +18,7 @@ from celery.worker import state as worker_state
 
 from headrace_broker.client.tokenizer_calls import TokenizerCalls
 from headrace_broker.keys import queue_lists, queue_name
-from headrace_broker.messages import TASK_NAME
-from headrace_broker.pooling_messages import TASK_OF
+from headrace_broker.messages import TASK_NAME, TASK_NAMES
 from headrace_broker.queue.leases import Leases
 from headrace_broker.queue.unread_lists import gather_steps, separated_lists
 from headrace_broker.server.connections import CONNECTION_ERRORS, REDIS_ERRORS, connect
@@ -62,7 +61,7 @@ class EngineStep(bootsteps.StartStopStep):
     def __init__(self, worker: Any, **kwargs: Any) -> None:
         super().__init__(worker, **kwargs)
         self._task = worker.app.tasks[TASK_NAME]
-        for name in (TASK_NAME, *TASK_OF):
+        for name in TASK_NAMES:
             worker.app.tasks[name].step = self
 
     def create(self, worker: Any) -> "EngineStep":

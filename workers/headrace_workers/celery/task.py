@@ -12,6 +12,7 @@ from celery.app.trace import fast_trace_task
 from celery.worker.request import Request
 from celery.worker.state import task_ready
 
+from headrace_broker.decisions import DECIDE_TASK
 from headrace_broker.messages import TASK_NAME
 from headrace_broker.queue.worker_port import DELIVERY, DeliveryInfo
 from headrace_wire.codes import DeadLetterReason
@@ -239,5 +240,11 @@ class ClassifyTask(GenerateTask):
     name = "headrace.classify"
 
 
-TASKS: Final = (GenerateTask, EmbedTask, ScoreTask, ClassifyTask)
+class DecideTask(GenerateTask):
+    """Answers questions about an input."""
+
+    name = DECIDE_TASK
+
+
+TASKS: Final = (GenerateTask, DecideTask, EmbedTask, ScoreTask, ClassifyTask)
 """Every worker registers all of them: it answers a task that its model does not serve with a refusal."""

@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from headrace_broker.client.tracing import CONTEXT_HEADERS
+from headrace_broker.decisions import DECIDE_TASK, DecideRequest
 from headrace_broker.messages import TASK_NAME, GenerateRequest
 from headrace_broker.results import ErrorInfo
 from headrace_broker.streams.listeners import is_abandon_after
@@ -23,8 +24,10 @@ from headrace_wire.pooling import wrong_task
 from headrace_wire.values import is_unicode
 from headrace_workers.errors import HeadraceWorkerError
 from headrace_workers.preparation.celery_request import CeleryRequest
+from headrace_workers.preparation.decision_intake import PreparedDecision, prepare_decision
 
 PROMPT_TAIL_CHARS = 64
+_SERVED = (TASK_NAME, DECIDE_TASK)
 _LATEST_UNIX_TIME = 1e11
 _LINKED = (
     "links, chains and chords are not supported, as the worker would start them with its own rights: send the next task"
@@ -143,17 +146,21 @@ class Intake:
         self._processor = processor
         self._served_names = served_names
 
-    def process(self, request_id: str, body: Any, task_name: str = TASK_NAME) -> Prepared:
+    def process(self, request_id: str, body: Any, task_name: str = TASK_NAME) -> Prepared | PreparedDecision:
         """Check a decoded body and tokenise its prompt.
 
         Raises:
             RefusedError: with the error code and message for the client.
         """
         kwargs = kwargs_of(body)
-        if task_name != TASK_NAME:
+        if task_name not in _SERVED:
             asked = task_name.removeprefix("headrace.")
-            raise RefusedError(ErrorCode.UNSUPPORTED, wrong_task(self._served_names[0], ["generate"], asked))
+            raise RefusedError(ErrorCode.UNSUPPORTED, wrong_task(self._served_names[0], ["generate", "decide"], asked))
         try:
+            if task_name == DECIDE_TASK:
+                decision = DecideRequest.parse(kwargs)
+                check_model(decision.model, self._served_names)
+                return prepare_decision(decision, self._processor)
             request = GenerateRequest.parse(kwargs)
             check_model(request.model, self._served_names)
             return self._check(request_id, request)

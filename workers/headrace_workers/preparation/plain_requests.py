@@ -5,15 +5,18 @@ Or it has the inputs of a pooling model.
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from headrace_broker.content import loads
 from headrace_engine.api.input_processor import InputProcessor
 from headrace_engine.text.pooling_input import PoolingTokenizer
 from headrace_engine.text.tokenizer import ModelTokenizer
+from headrace_workers.preparation.decision_intake import PreparedDecision
 from headrace_workers.preparation.intake import Intake, Prepared
 from headrace_workers.preparation.pooling_intake import PoolingIntake, PreparedInputs
 
+AnyPrepared: TypeAlias = Prepared | PreparedInputs | PreparedDecision
+"""A message of any task that is checked and tokenised."""
 _MAX_BODY_BYTES: Final = 4096
 _MAX_CHARS: Final = 1000
 """A tokenizer takes at most 2 ms for a prompt of this length."""
@@ -42,9 +45,7 @@ class PlainRequests:
     def __init__(self, intake: Intake | PoolingIntake) -> None:
         self._intake = intake
 
-    def prepare(
-        self, request_id: str, content_type: str, body: bytes | str, task_name: str
-    ) -> Prepared | PreparedInputs | None:
+    def prepare(self, request_id: str, content_type: str, body: bytes | str, task_name: str) -> AnyPrepared | None:
         """Prepare a request. Returns None if it is not plain, or is invalid: a process then handles it."""
         if len(body) > _MAX_BODY_BYTES:
             return None

@@ -23,9 +23,10 @@ from headrace_engine.requests.lora_request import LoRARequest
 from headrace_wire.codes import ErrorCode
 from headrace_workers.engine_link.adapters import Adapters
 from headrace_workers.preparation.celery_request import CeleryRequest
+from headrace_workers.preparation.decision_intake import PreparedDecision
 from headrace_workers.preparation.file_lookups import FileLookups
 from headrace_workers.preparation.intake import Incoming, Prepared, RefusedError
-from headrace_workers.preparation.plain_requests import PlainRequests
+from headrace_workers.preparation.plain_requests import AnyPrepared, PlainRequests
 from headrace_workers.preparation.pooling_intake import PreparedInputs
 from headrace_workers.preparation.preparer_process import MakeProcess
 from headrace_workers.preparation.process import QUICK_BODY_BYTES
@@ -50,7 +51,7 @@ class Preparing:
     incoming: Incoming
     celery_request: CeleryRequest
     is_slow: bool = False
-    prepared: Prepared | PreparedInputs | None = None
+    prepared: AnyPrepared | None = None
     """Set while the message waits only for its adapter."""
     since: float = field(default_factory=time.monotonic)
     """Monotonic time at which the search for the adapter began."""
@@ -84,7 +85,7 @@ class Preparation:
         served_name: str,
         *,
         max_messages: int,
-        ready: Callable[[Preparing, Prepared | PreparedInputs, LoRARequest | None], None],
+        ready: Callable[[Preparing, AnyPrepared, LoRARequest | None], None],
         refused: Callable[[Preparing, Exception], None],
         undecodable: Callable[[Preparing, str], None],
         postponed: Callable[[Preparing], None],
@@ -161,7 +162,7 @@ class Preparation:
         else:
             self._begin_slow(message)
 
-    def _prepare_plain(self, message: Preparing) -> Prepared | PreparedInputs | None:
+    def _prepare_plain(self, message: Preparing) -> AnyPrepared | None:
         """Prepare a plain request on this thread. Returns None if a process must prepare it.
 
         It must not overtake messages of the quick process, so while there are any, a process prepares it.
@@ -237,8 +238,7 @@ class Preparation:
         if kind == "slow":
             self._begin_slow(message)
         elif kind == "prepared":
-            is_pooling = "inputs" in values[0]
-            self._find_adapter(message, PreparedInputs(**values[0]) if is_pooling else Prepared(**values[0]))
+            self._find_adapter(message, _prepared_of(values[0]))
         else:
             self.drop(message)
             if kind == "undecodable":
@@ -282,7 +282,7 @@ class Preparation:
 
     # -- adapters -------------------------------------------------------------------------------------------------
 
-    def _find_adapter(self, message: Preparing, prepared: Prepared | PreparedInputs) -> None:
+    def _find_adapter(self, message: Preparing, prepared: AnyPrepared) -> None:
         if prepared.lora is None:
             self.drop(message)
             self._ready(message, prepared, None)
@@ -306,6 +306,12 @@ class Preparation:
                 self._refused(message, RefusedError(ErrorCode.INVALID_REQUEST, problem))
             else:
                 self._ready(message, prepared, adapter)
+
+
+def _prepared_of(values: dict[str, Any]) -> AnyPrepared:
+    if "inputs" in values:
+        return PreparedInputs(**values)
+    return PreparedDecision(**values) if "questions" in values else Prepared(**values)
 
 
 class PreparationError(Exception):

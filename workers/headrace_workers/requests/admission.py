@@ -20,6 +20,7 @@ from headrace_broker.queue.dead_letters import DeadLetter
 from headrace_broker.results import ErrorInfo
 from headrace_broker.server.connections import REDIS_ERRORS
 from headrace_broker.streams.writer import StreamWriter
+from headrace_engine.api.decide import decision_request
 from headrace_engine.api.input_processor import CheckedPrompt, ProcessedRequest
 from headrace_engine.requests.lora_request import LoRARequest
 from headrace_engine.requests.pooling_request import PoolingCoreRequest
@@ -28,7 +29,9 @@ from headrace_monitoring.logging import frames
 from headrace_monitoring.metrics import Metrics
 from headrace_wire.codes import DeadLetterReason, ErrorCode
 from headrace_workers.preparation.celery_request import CeleryRequest
+from headrace_workers.preparation.decision_intake import PreparedDecision
 from headrace_workers.preparation.intake import Incoming, Prepared, RefusedError
+from headrace_workers.preparation.plain_requests import AnyPrepared
 from headrace_workers.preparation.pooling_intake import PreparedInputs
 from headrace_workers.preparation.preparation import POSTPONE_SECONDS, Preparation, PreparationError, Preparing
 from headrace_workers.preparation.preparer_process import MakeProcess
@@ -246,9 +249,7 @@ class Admission:
 
     # -- prepared -------------------------------------------------------------------------------------------------
 
-    def _on_prepared(
-        self, message: Preparing, prepared: Prepared | PreparedInputs, adapter: LoRARequest | None
-    ) -> None:
+    def _on_prepared(self, message: Preparing, prepared: AnyPrepared, adapter: LoRARequest | None) -> None:
         with self._answering(message.incoming, message.celery_request):
             num_choices = prepared.num_choices
             if message.celery_request.revoked():
@@ -282,7 +283,7 @@ class Admission:
         if job is not None:
             self._in_flight.drop(job)
 
-    def _start(self, message: Preparing, prepared: Prepared | PreparedInputs, adapter: LoRARequest | None) -> None:
+    def _start(self, message: Preparing, prepared: AnyPrepared, adapter: LoRARequest | None) -> None:
         request: ProcessedRequest | PoolingCoreRequest
         labels: Sequence[str] = ()
         if isinstance(prepared, PreparedInputs):
@@ -300,17 +301,21 @@ class Admission:
         if job is not None:
             self._in_flight.start(job, message.incoming.deadline, partial(self._preemption.make_room, self._in_flight))
 
-    def _assemble(self, incoming: Incoming, prepared: Prepared, adapter: LoRARequest | None) -> ProcessedRequest:
-        assert self._engine.processor is not None
-        return self._engine.processor.assemble(
-            incoming.request_id,
-            CheckedPrompt(None, prepared.token_ids, prepared.bad_words_token_ids),
-            SamplingParams.from_wire(prepared.params),
+    def _assemble(
+        self, incoming: Incoming, prepared: Prepared | PreparedDecision, adapter: LoRARequest | None
+    ) -> ProcessedRequest:
+        processor = self._engine.processor
+        assert processor is not None
+        common = (
             incoming.priority if self._engine.capabilities.priority else 0,  # the queue's order is kept all the same
             incoming.enqueued_at if incoming.enqueued_at is not None else time.time(),
             "" if self._model.share_prefix_cache else _salt(incoming),
             adapter,
         )
+        if isinstance(prepared, PreparedDecision):
+            return decision_request(processor, incoming.request_id, prepared.plan, *common)
+        prompt = CheckedPrompt(None, prepared.token_ids, prepared.bad_words_token_ids)
+        return processor.assemble(incoming.request_id, prompt, SamplingParams.from_wire(prepared.params), *common)
 
     def _assemble_inputs(self, incoming: Incoming, prepared: PreparedInputs) -> PoolingCoreRequest:
         return PoolingCoreRequest(

@@ -74,7 +74,8 @@ class EngineWatch:
         """None until the first engine is ready. The two attributes below are set then."""
         self.model_info: ModelInfo
         self.capabilities: EngineCapabilities
-        self._formats: dict[str, Any] = {}
+        self._properties: dict[str, Any] = {}
+        """Fields of `RegisteredModel`."""
         self.num_waiting = 0
         """Requests that wait in the engine for slots or memory, by the statistics of its last step."""
         self.credit: TokenCredit | None = None
@@ -136,7 +137,10 @@ class EngineWatch:
         self.in_flight.use_engine(capabilities, reader_for(pools=model_info.pooling is not None, tokenizer=tokenizer))
         self._metrics.steps_report_only(capabilities.stats)
         self._metrics.show_kinds(generates=model_info.pooling is None, pools=model_info.pooling is not None)
-        self._formats = self._model.answer_formats.of(parts, tokenizer)
+        self._properties = {
+            **self._model.answer_formats.of(parts, tokenizer),
+            **_task_properties(model_info, can_decide=capabilities.logprob_token_ids and tokenizer.has_chat_template),
+        }
         settings = {
             **self._model.preparation_settings,
             "served_names": list(self._model.names),
@@ -180,8 +184,7 @@ class EngineWatch:
                     weights=self.model_info.weights,
                     loras=self._model.adapters.names,
                     tokenizer_calls=True,
-                    **_pooling_properties(self.model_info),
-                    **self._formats,
+                    **self._properties,
                 )
         except REDIS_ERRORS as error:
             logger.warning("model not registered", error=str(error))
@@ -199,11 +202,15 @@ class EngineWatch:
         }
 
 
-def _pooling_properties(model: ModelInfo) -> dict[str, Any]:
-    """Return the fields of `RegisteredModel` that describe a pooling model; none for a model that generates."""
+def _task_properties(model: ModelInfo, *, can_decide: bool) -> dict[str, Any]:
+    """Return the fields of `RegisteredModel` that name the tasks of a model and describe those of pooling.
+
+    Args:
+        can_decide: whether a model that generates also answers the questions of decisions.
+    """
     pooling = model.pooling
     if pooling is None:
-        return {}
+        return {"tasks": ("generate", "decide") if can_decide else ("generate",)}
     return {
         "tasks": pooling.tasks,
         "dimensions": pooling.dimensions if "embed" in pooling.tasks else None,

@@ -329,6 +329,7 @@ class InFlight:
                 if self._is_large(job):
                     missing = self._num_reserved - sum(other.num_slots for other in self if self._is_large(other))
                     room = max(0, min(room, max(room - self._num_reserved, missing)))
+                room = min(room, job.num_sendable)
                 todo, job.unsent = job.unsent[:room], job.unsent[room:]
                 if todo and self.slots_used:  # else the engine is idle, and begins a step now
                     self._next_step[job.request_id] = self._next_step.get(job.request_id, 0) + len(todo)

@@ -148,6 +148,11 @@ class Job(ABC):
         """Number of choices that the engine runs."""
         return 0 if self.unsent is None else self.num_unfinished - len(self.unsent)
 
+    @property
+    def num_sendable(self) -> int:
+        """Number of choices that may be sent to the engine now, if it has room."""
+        return len(self.unsent or ())
+
     def summary(self) -> dict[str, Any]:
         """Describe the request to an operator, without its contents."""
         return {**self.log_fields, self.UNIT: self.num_done, "seconds": time.monotonic() - self.received_at}

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from headrace_broker.decisions import DECIDE_TASK, DecisionResult, decision_of
 from headrace_broker.pooling_messages import TASK_OF
 from headrace_broker.pooling_results import PoolingResult, recorded_pooling_result
 from headrace_broker.results import ErrorInfo, GenerateResult, Usage
@@ -12,6 +13,8 @@ from headrace_workers.requests.generate_job import recorded_result
 
 def recorded_answer(task_name: str, request_id: str, entries: Sequence[StreamEvent], ended: EndEvent) -> dict[str, Any]:
     """Read the result of an ended request from its stream."""
+    if task_name == DECIDE_TASK:
+        return decision_of(request_id, ended).to_wire()
     task = TASK_OF.get(task_name)
     if task is None:
         return recorded_result(request_id, entries, ended).to_wire()
@@ -20,6 +23,8 @@ def recorded_answer(task_name: str, request_id: str, entries: Sequence[StreamEve
 
 def failed_answer(task_name: str | None, request_id: str, error: ErrorInfo) -> dict[str, Any]:
     """Return the result of a request that never ran. The task name is None if the message could not be read."""
+    if task_name == DECIDE_TASK:
+        return DecisionResult(request_id, error=error).to_wire()
     if task_name in TASK_OF:
         return PoolingResult(request_id, error=error).to_wire()
     return GenerateResult(request_id, [], None, error).to_wire()

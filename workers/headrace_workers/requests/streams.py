@@ -26,8 +26,11 @@ from headrace_engine.api.input_processor import ProcessedRequest
 from headrace_engine.requests.pooling_request import PoolingCoreRequest
 from headrace_monitoring.metrics import Metrics
 from headrace_workers.preparation.celery_request import CeleryRequest
-from headrace_workers.preparation.intake import Incoming, Prepared
+from headrace_workers.preparation.decision_intake import PreparedDecision
+from headrace_workers.preparation.intake import Incoming
+from headrace_workers.preparation.plain_requests import AnyPrepared
 from headrace_workers.preparation.pooling_intake import PreparedInputs
+from headrace_workers.requests.decide_job import DecideJob
 from headrace_workers.requests.generate_job import GenerateJob, recorded_choices, recorded_prompt_logprobs
 from headrace_workers.requests.job import Job
 from headrace_workers.requests.pooling_job import PoolingJob
@@ -154,7 +157,7 @@ class StreamClaims:
     def claim(
         self,
         incoming: Incoming,
-        prepared: Prepared | PreparedInputs,
+        prepared: AnyPrepared,
         celery_request: CeleryRequest,
         request: ProcessedRequest | PoolingCoreRequest,
         model: ModelIdentity,
@@ -198,6 +201,12 @@ class StreamClaims:
             job = PoolingJob(request=request, labels=labels, truncated=prepared.truncated, **common)
             job.resume(claim.entries)
             return job
+        if isinstance(prepared, PreparedDecision):
+            common = common_fields(incoming, claim, celery_request, model, span, trace_id)
+            choices = recorded_choices(claim.entries, len(request.choices))
+            return DecideJob(
+                request=request, choices=choices, questions=prepared.questions, plan=prepared.plan, **common
+            )
         return generate_job_of(incoming, request, claim, celery_request, model, span, trace_id)
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from headrace_broker.client.tracing import INSTRUMENTATION, context_of, headers_of, request_attributes
 from headrace_wire.codes import FinishReason
-from headrace_workers.preparation.intake import Incoming, Prepared
-from headrace_workers.preparation.pooling_intake import PreparedInputs
+from headrace_workers.preparation.intake import Incoming
+from headrace_workers.preparation.plain_requests import AnyPrepared
 from headrace_workers.requests.job import Job
 
 
@@ -31,7 +31,7 @@ class RequestTracing:
         self._tracer = None if provider is None else provider.get_tracer(INSTRUMENTATION)
         self._model = model
 
-    def begin(self, incoming: Incoming, prepared: Prepared | PreparedInputs) -> Any:
+    def begin(self, incoming: Incoming, prepared: AnyPrepared) -> Any:
         """Start the span of a request that is about to run. Returns None if tracing is off."""
         if self._tracer is None:
             return None

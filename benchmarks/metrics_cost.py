@@ -49,6 +49,7 @@ def exporter_of(models: int) -> ServiceExposition:
             unread=0,
             blocked=False,
             last_seen=900.0,
+            outstanding_tokens={"waiting": 4000.0, "leased": 2000.0},
         )
         for number in range(models)
     ]

@@ -17,6 +17,7 @@ import redis
 from headrace_broker.keys import queue_name
 from headrace_broker.models.registry import RegisteredModel, known_models
 from headrace_broker.queue.levels import QueueLevelReader
+from headrace_broker.queue.outstanding_tokens import read_outstanding_tokens
 from headrace_broker.queue.unread_lists import UnreadListSearch, separated_lists
 from headrace_broker.server.connections import REDIS_ERRORS
 from headrace_broker.server.eviction import eviction_warning
@@ -178,6 +179,7 @@ class Exporter:
                 unread=unread[queue_name(name)],
                 blocked=queue.problem is not None,
                 last_seen=registered[name].seen if name in registered else None,
+                outstanding_tokens=read_outstanding_tokens(self._client, queue_name(name)),
             )
             for name, queue in zip(names, levels.values(), strict=True)
         ]

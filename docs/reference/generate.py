@@ -190,6 +190,7 @@ def _exporter_registry() -> Collector:
         oldest_age_seconds=0.0,
         blocked=False,
         last_seen=0.0,
+        outstanding_tokens={"waiting": 0.0, "leased": 0.0},
     )
     redis = RedisLevels(
         memory_used_bytes=0,

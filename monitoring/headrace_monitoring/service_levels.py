@@ -40,6 +40,8 @@ class ModelLevels:
     """A key of the queue has the wrong type, so that no worker gets messages."""
     last_seen: float | None
     """Unix time at which a worker last reported that it serves the model; None: no worker ever did."""
+    outstanding_tokens: Mapping[str, float] | None
+    """Expected tokens of the messages that are due, by state; None: there is nothing to estimate them from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +172,15 @@ class ServiceExposition(Collector):
                 (labels | {"reason": reason}, count)
                 for labels, model in of
                 for reason, count in self._dead_by_reason(model.dead).items()
+            ],
+        )
+        yield _gauge(
+            "outstanding_tokens",
+            "Expected prompt and output tokens of the messages that are due. Absent: no request ended in the last day.",
+            [
+                (labels | {"state": state}, tokens)
+                for labels, model in of
+                for state, tokens in (model.outstanding_tokens or {}).items()
             ],
         )
         yield _gauge(

@@ -1,6 +1,7 @@
 """The stand-alone exporter against a real server, without a worker."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,6 +73,26 @@ def test_the_queues_of_every_registered_model_are_exported_without_a_worker(
     assert value(exporter, "headrace_exporter_redis_up") == 1
     assert value(exporter, "headrace_redis_memory_used_bytes") > 0
     assert value(exporter, "headrace_redis_persistence_ok") == 1
+
+
+def test_the_tokens_of_a_queue_are_exported_once_a_request_has_ended(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", exporter: Exporter
+) -> None:
+    register_model(redis_client, "one", max_model_len=100, worker="gone", seen=1234.0)
+    with Client(redis_server.url, check_model=False) as client:
+        client.submit_many([{"prompt": "a", "model": "one"}] * 4)
+    exporter.poll()
+    assert "headrace_queue_messages" in names(exporter)
+    assert not re.search("^headrace_outstanding_tokens", exporter.exposition.exposition().decode(), re.MULTILINE)
+    leases = Leases(redis_client, lease_seconds=60, delivery_limit=3)
+    ended, _leased = leases.fetch(queue_lists(queue_name("one")), 2)
+    leases.hold(ended.lease_id, ended)
+    leases.cost(ended.lease_id, 150)
+    leases.ack(ended.lease_id)
+    exporter.poll()
+    queue = {"model": "one", "queue": "headrace.one"}
+    assert value(exporter, "headrace_outstanding_tokens", state="waiting", **queue) == 300
+    assert value(exporter, "headrace_outstanding_tokens", state="leased", **queue) == 150
 
 
 def test_a_server_that_may_evict_keys_is_logged_once_and_exported(caplog: pytest.LogCaptureFixture) -> None:
@@ -167,8 +188,9 @@ def test_the_number_of_series_is_bounded_for_any_number_of_registered_models(
     assert value(exporter, "headrace_queue_messages", model=f"model-{MAX_MODELS + 4}", state="ready") == 0
     text = exporter.exposition.exposition().decode()
     assert 'model="model-4"' not in text  # the models last seen longest ago are left out
-    # 3 states, 4 priorities, 10 reasons, age, run out, unread, last seen, blocked: what docs/monitoring.md states
-    assert sum('model="' in line for line in text.splitlines()) == 22 * MAX_MODELS
+    # 3 states, 4 priorities, 10 reasons, age, run out, unread, last seen, blocked, tokens of 2 states: what
+    # docs/monitoring.md states
+    assert sum('model="' in line for line in text.splitlines()) == 24 * MAX_MODELS
 
 
 def test_an_exporter_with_a_wrong_password_is_not_ready_and_says_so(redis_server: EmbeddedServer) -> None:

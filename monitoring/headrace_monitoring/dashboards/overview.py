@@ -101,6 +101,11 @@ def _queue() -> Row:
             (rate("queue_redelivered_messages_total"), "redelivered"),
             unit="mps",
         ),
+        "Outstanding tokens": graph(
+            "Expected prompt and output tokens of messages that are due, by tenants' averages. From the exporter.",
+            (queue_level("outstanding_tokens", "queue, state"), "{{queue}} {{state}}"),
+            unit="suffix: tokens",
+        ),
         "Time to drain the queue": graph(
             "Ready messages divided by the rate at which requests ended in the last 5 minutes.",
             (f"{ready} / sum(rate(headrace_requests_total{{@}}[5m]))", "drain time"),

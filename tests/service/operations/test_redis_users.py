@@ -86,7 +86,9 @@ def test_a_request_is_served_while_each_process_has_its_own_user(
         with connect(url_of(server, "exporter")) as reader:
             exporter = Exporter(reader, port=0)
             exporter.poll()
-            assert b"headrace_exporter_redis_up 1.0" in exporter.exposition.exposition()
+            exposition = exporter.exposition.exposition()
+            assert b"headrace_exporter_redis_up 1.0" in exposition
+            assert b'headrace_outstanding_tokens{model="tiny",queue="headrace.tiny",state="waiting"} 0.0' in exposition
         assert "NoPermission" not in worker.log_text()
         assert "permissions" not in worker.log_text()
         # Celery's remote control, which can stop workers, is for the operator

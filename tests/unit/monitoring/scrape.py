@@ -61,6 +61,7 @@ EXPORTER.polled(
                 oldest_age_seconds=12.5,
                 blocked=False,
                 last_seen=900.0,
+                outstanding_tokens={"waiting": 4000.0, "leased": 2000.0},
             )
         ],
         redis=RedisLevels(

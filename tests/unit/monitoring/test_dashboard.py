@@ -123,7 +123,10 @@ def test_counters_are_shown_as_rates_over_a_range_that_fits_the_scrape_interval(
 
 
 def test_queue_levels_are_not_multiplied_by_the_number_of_workers() -> None:
-    levels = r"headrace_queue_(?:messages|ready_messages|oldest_message_age_seconds|run_out_leases|dead_letters)\{"
+    levels = (
+        r"headrace_(?:queue_(?:messages|ready_messages|oldest_message_age_seconds|run_out_leases|dead_letters)"
+        r"|outstanding_tokens)\{"
+    )
     for expression in EXPRESSIONS:
         for level in re.finditer(levels, expression):
             assert re.search(r"max by \([a-z, ]+\) \($", expression[: level.start()]), expression

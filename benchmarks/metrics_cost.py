@@ -50,6 +50,7 @@ def exporter_of(models: int) -> ServiceExposition:
             blocked=False,
             last_seen=900.0,
             outstanding_tokens={"waiting": 4000.0, "leased": 2000.0},
+            tokens_per_second=500.0,
         )
         for number in range(models)
     ]

@@ -180,6 +180,7 @@ class Exporter:
                 blocked=queue.problem is not None,
                 last_seen=registered[name].seen if name in registered else None,
                 outstanding_tokens=read_outstanding_tokens(self._client, queue_name(name)),
+                tokens_per_second=registered[name].tokens_per_second if name in registered else None,
             )
             for name, queue in zip(names, levels.values(), strict=True)
         ]

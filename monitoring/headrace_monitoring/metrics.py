@@ -148,6 +148,7 @@ class Publication:
     """The output of one or several steps, published together."""
 
     num_tokens: int = 0
+    """Generated tokens."""
     followed: Counter[tuple[int, float, str | None]] = field(default_factory=Counter)
     """Numbers of chunks that follow another, by (tokens, seconds since the previous chunk, id of a recorded trace).
 
@@ -160,6 +161,8 @@ class Publication:
     """Numbers of rows, by pooling task."""
     num_truncated: int = 0
     """How many of the rows are of inputs that were cut."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens of requests whose first token is published, and of inputs whose row is. Cached ones included."""
 
 
 MODEL_PROPERTIES = ("architecture", "dtype", "device", "attention", "engine", "engine_version")

@@ -42,6 +42,18 @@ class ModelLevels:
     """Unix time at which a worker last reported that it serves the model; None: no worker ever did."""
     outstanding_tokens: Mapping[str, float] | None
     """Expected tokens of the messages that are due, by state; None: there is nothing to estimate them from."""
+    tokens_per_second: float | None
+    """Tokens that one busy worker computes in a second; None: no worker has measured it."""
+
+    @property
+    def outstanding_seconds(self) -> float | None:
+        """Time in which one worker computes the outstanding tokens; None if it is unknown. No tokens take no time."""
+        if self.outstanding_tokens is None:
+            return None
+        tokens = sum(self.outstanding_tokens.values())
+        if not tokens:
+            return 0.0
+        return None if self.tokens_per_second is None else tokens / self.tokens_per_second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +194,16 @@ class ServiceExposition(Collector):
                 for labels, model in of
                 for state, tokens in (model.outstanding_tokens or {}).items()
             ],
+        )
+        yield _gauge(
+            "worker_tokens_per_second",
+            "Prompt and output tokens that one busy worker of the model computes a second; 0: none measured it yet.",
+            [({"model": model.model}, model.tokens_per_second or 0.0) for model in levels.models],
+        )
+        yield _gauge(
+            "outstanding_worker_seconds",
+            "Time in which one worker computes the outstanding tokens. Absent: its speed or their number is unknown.",
+            [(labels, seconds) for labels, model in of if (seconds := model.outstanding_seconds) is not None],
         )
         yield _gauge(
             "model_last_seen_timestamp_seconds",

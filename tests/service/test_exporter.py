@@ -1,7 +1,6 @@
 """The stand-alone exporter against a real server, without a worker."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -76,14 +75,16 @@ def test_the_queues_of_every_registered_model_are_exported_without_a_worker(
 
 
 def test_the_tokens_of_a_queue_are_exported_once_a_request_has_ended(
-    redis_server: EmbeddedServer, redis_client: "redis.Redis", exporter: Exporter
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:
+    exporter = Exporter(redis_client, models=["empty"], port=0)
     register_model(redis_client, "one", max_model_len=100, worker="gone", seen=1234.0)
     with Client(redis_server.url, check_model=False) as client:
         client.submit_many([{"prompt": "a", "model": "one"}] * 4)
     exporter.poll()
-    assert "headrace_queue_messages" in names(exporter)
-    assert not re.search("^headrace_outstanding_tokens", exporter.exposition.exposition().decode(), re.MULTILINE)
+    assert value(exporter, "headrace_worker_tokens_per_second", model="one") == 0
+    assert value(exporter, "headrace_outstanding_worker_seconds", model="empty") == 0
+    assert b'headrace_outstanding_tokens{model="one"' not in exporter.exposition.exposition()
     leases = Leases(redis_client, lease_seconds=60, delivery_limit=3)
     ended, _leased = leases.fetch(queue_lists(queue_name("one")), 2)
     leases.hold(ended.lease_id, ended)
@@ -93,6 +94,11 @@ def test_the_tokens_of_a_queue_are_exported_once_a_request_has_ended(
     queue = {"model": "one", "queue": "headrace.one"}
     assert value(exporter, "headrace_outstanding_tokens", state="waiting", **queue) == 300
     assert value(exporter, "headrace_outstanding_tokens", state="leased", **queue) == 150
+    assert b'headrace_outstanding_worker_seconds{model="one"' not in exporter.exposition.exposition()
+    register_model(redis_client, "one", max_model_len=100, worker="gone", seen=1234.0, tokens_per_second=50.0)
+    exporter.poll()
+    assert value(exporter, "headrace_outstanding_worker_seconds", **queue) == 9
+    assert value(exporter, "headrace_worker_tokens_per_second", model="one") == 50
 
 
 def test_a_server_that_may_evict_keys_is_logged_once_and_exported(caplog: pytest.LogCaptureFixture) -> None:
@@ -188,9 +194,9 @@ def test_the_number_of_series_is_bounded_for_any_number_of_registered_models(
     assert value(exporter, "headrace_queue_messages", model=f"model-{MAX_MODELS + 4}", state="ready") == 0
     text = exporter.exposition.exposition().decode()
     assert 'model="model-4"' not in text  # the models last seen longest ago are left out
-    # 3 states, 4 priorities, 10 reasons, age, run out, unread, last seen, blocked, tokens of 2 states: what
-    # docs/monitoring.md states
-    assert sum('model="' in line for line in text.splitlines()) == 24 * MAX_MODELS
+    # 3 states, 4 priorities, 10 reasons, age, run out, unread, last seen, blocked, tokens of 2 states,
+    # tokens a second, seconds of work: what docs/monitoring.md states
+    assert sum('model="' in line for line in text.splitlines()) == 26 * MAX_MODELS
 
 
 def test_an_exporter_with_a_wrong_password_is_not_ready_and_says_so(redis_server: EmbeddedServer) -> None:

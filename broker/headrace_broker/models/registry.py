@@ -54,17 +54,24 @@ class RegisteredModel:
     """Names of the prompts that a caller may put before each text of an embedding."""
     batch_invariant: bool = False
     """Whether the row of an input has the same bytes whatever else a step computes."""
+    tokens_per_second: float | None = None
+    """Tokens that one full worker computes in a second, of prompts and outputs, as `Leases.cost` counts them. It is an
+    average of the workers' speeds; None if no worker has measured one."""
 
 
 def register_model(client: "redis.Redis", name: str, **properties: Any) -> None:
     """Register a served name for clients, with the other fields of its `RegisteredModel`.
 
-    `seen` is the current time in unix seconds. The time of the first registration is kept.
+    `seen` is the current time in unix seconds. The time of the first registration is kept. A worker's
+    `tokens_per_second` counts as much as all earlier ones together; without one, the registered speed is kept.
     """
     before = read_models({name.encode(): packed} if (packed := client.hget(MODELS_KEY, name)) else {}).get(name)
     entry = asdict(RegisteredModel(name, **properties))
     del entry["name"]
     entry["created"] = before.created if before is not None and before.created else entry["seen"]
+    if before is not None and before.tokens_per_second is not None:
+        earlier, own = before.tokens_per_second, entry["tokens_per_second"]
+        entry["tokens_per_second"] = earlier if own is None else (earlier + own) / 2
     client.hset(MODELS_KEY, name, pack(entry))
 
 
@@ -111,6 +118,7 @@ def _read_model(name: str, data: Mapping[str, Any]) -> RegisteredModel:
         max_input_tokens=_integer(data.get("max_input_tokens")),
         prompts=tuple(map(str, prompts)) if isinstance(prompts, list) else (),
         batch_invariant=data.get("batch_invariant") is True,
+        tokens_per_second=_speed(data.get("tokens_per_second")),
     )
 
 
@@ -119,6 +127,10 @@ def _unix_seconds(value: Any) -> float:
     if not math.isfinite(seconds):
         raise ValueError("not a time")
     return seconds
+
+
+def _speed(value: object) -> float | None:
+    return value if isinstance(value, float) and 0 < value < math.inf else None
 
 
 def _text(value: object) -> str | None:

@@ -106,6 +106,17 @@ def _queue() -> Row:
             (queue_level("outstanding_tokens", "queue, state"), "{{queue}} {{state}}"),
             unit="suffix: tokens",
         ),
+        "Speed of a busy worker": graph(
+            "Prompt and output tokens a second with 80% of its slots used. 0: not measured yet. From the exporter.",
+            ('max by (model) (headrace_worker_tokens_per_second{model=~"$model"})', "{{model}}"),
+            unit="suffix: tokens/s",
+        ),
+        "Workers wanted": graph(
+            "Workers that do the outstanding work in 60 s. By messages: the work is unknown.",
+            ('headrace:workers_wanted{model=~"$model"}', "{{model}} by {{signal}}"),
+            (queue_level("outstanding_worker_seconds", "queue") + " / 60", "{{queue}}"),
+            unit="short",
+        ),
         "Time to drain the queue": graph(
             "Ready messages divided by the rate at which requests ended in the last 5 minutes.",
             (f"{ready} / sum(rate(headrace_requests_total{{@}}[5m]))", "drain time"),

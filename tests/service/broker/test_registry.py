@@ -67,3 +67,19 @@ def test_a_malformed_entry_is_left_out(wrong: dict[str, Any]) -> None:
 @pytest.mark.parametrize("wrong", [{"loras": "a"}, {"tool_parser": 1}, {"weights": []}, {"template": []}])
 def test_a_field_of_the_wrong_type_counts_as_absent(wrong: dict[str, Any]) -> None:
     assert read_models({b"m": pack({**OLD, **wrong})}) == {"m": RegisteredModel("m", 64, 5.0, "w", created=5.0)}
+
+
+def test_the_registered_speed_is_an_average_and_outlives_workers_without_one(redis_client: "redis.Redis") -> None:
+    for worker, speed, registered in (
+        ("a", None, None),
+        ("a", 100.0, 100.0),
+        ("b", 300.0, 200.0),
+        ("c", None, 200.0),
+    ):
+        register_model(redis_client, "m", max_model_len=64, worker=worker, seen=1.0, tokens_per_second=speed)
+        assert known_models(redis_client)["m"].tokens_per_second == registered
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf, "fast", True, [1.0]])
+def test_a_speed_that_is_none_counts_as_unknown(wrong: Any) -> None:
+    assert read_models({b"m": pack({**OLD, "tokens_per_second": wrong})})["m"].tokens_per_second is None

@@ -364,6 +364,8 @@ class FakeRedis:
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
+        self.registered: dict[bytes, bytes] = {}
+        """Packed models by name."""
         self.milliseconds_left: dict[str, int] = {}
         self.streams: dict[str, list[tuple[int, int, str, dict[str, Any]]]] = {}
         self.error: Exception | None = None
@@ -394,11 +396,12 @@ class FakeRedis:
         if self.error:
             raise self.error
 
-    def hget(self, _key: str, _field: str) -> bytes | None:
-        return None
+    def hget(self, _key: str, field: str) -> bytes | None:
+        return self.registered.get(field.encode())
 
-    def hset(self, *_: Any) -> None:
+    def hset(self, _key: str, field: str, value: bytes) -> None:
         self.check()
+        self.registered[field.encode()] = value
 
     def set(self, key: str, value: str, ex: int | None = None, px: int | None = None) -> bool:
         if self.refuses_all or key != PROBE_KEY:

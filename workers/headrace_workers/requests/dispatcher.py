@@ -201,6 +201,7 @@ class Dispatcher:
         slots = self._model.max_num_seqs
         self._metrics.slots(min(self._in_flight.slots_used, slots), slots)
         self._in_flight.heartbeat()
+        self.engine.measure_speed()
         self.admission.heartbeat()
 
     # -- pause and drain ------------------------------------------------------------------------------------------

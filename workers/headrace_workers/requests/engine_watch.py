@@ -8,7 +8,7 @@ Runs on the thread of Celery's event loop only.
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 import redis
 import structlog
@@ -28,11 +28,15 @@ from headrace_workers.requests.engine_outputs import reader_for
 from headrace_workers.requests.in_flight import InFlight
 from headrace_workers.requests.service_state import ServedModel, ServiceState
 from headrace_workers.requests.token_credit import TokenCredit
+from headrace_workers.requests.token_speed import TokenSpeed
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 Configure = Callable[[dict[str, Any], PlainRequests | None], None]
 """Configures the preparation of messages; see `Preparation.configure`."""
+
+_BUSY_SHARE: Final = 0.8
+"""The speed is measured while this share of the slots is used. A full worker seldom uses all of them."""
 
 
 class EngineWatch:
@@ -81,6 +85,7 @@ class EngineWatch:
         self.credit: TokenCredit | None = None
         """Set for a pooling model: how many messages to take by their tokens."""
         self._last_step = StepStats()
+        self._speed = TokenSpeed()
         self.is_given_up = False
         """Whether the engine could not be kept alive."""
 
@@ -161,6 +166,19 @@ class EngineWatch:
         self._health.stepped()
         self.in_flight.publish(outputs)
 
+    def measure_speed(self) -> None:
+        """Observe the tokens computed so far; call it once a second. The first speed is registered at once."""
+        before = self._speed.tokens_per_second
+        self._speed.observe(self.in_flight.num_tokens_published, is_busy=self.supervisor.is_ready and self._is_busy())
+        if before is None and self._speed.tokens_per_second is not None:
+            self.register_model()
+
+    def _is_busy(self) -> bool:
+        if self.credit is not None:
+            return self.credit.is_busy(self.in_flight.num_tokens_left)
+        # requests that wait in the engine for memory: it runs as many as it can
+        return self.num_waiting > 0 or self.in_flight.slots_used >= _BUSY_SHARE * self._model.max_num_seqs
+
     def on_engine_lost(self, reason: str, cause: EngineDeathCause, *, was_ready: bool) -> None:
         self._metrics.engine_up(False)
         self._metrics.engine_restarted(cause)
@@ -184,6 +202,7 @@ class EngineWatch:
                     weights=self.model_info.weights,
                     loras=self._model.adapters.names,
                     tokenizer_calls=True,
+                    tokens_per_second=self._speed.tokens_per_second,
                     **self._properties,
                 )
         except REDIS_ERRORS as error:

@@ -81,6 +81,8 @@ class InFlight:
         self.isolation = Isolation(writer)
         self._listeners = ListenerWatch(Listeners(client))
         self._publish_interval = publish_interval
+        self.num_tokens_published = 0
+        """Tokens of prompts and outputs since the start of the worker, counted once they are published."""
         self._published_all_at = -math.inf
         self._overdue_timer: Any = None
         """Calls `_publish_overdue`."""
@@ -280,7 +282,7 @@ class InFlight:
         if last is not None:
             publication = Publication()
             self._publisher.add(*job.publish_unshown(last, publication))
-            self._metrics.published(publication)
+            self._count(publication)
 
     # -- the engine's life ----------------------------------------------------------------------------------------
 
@@ -412,9 +414,13 @@ class InFlight:
         self.flush()
         publication.detokenize_seconds = detokenized - started
         publication.publish_seconds = time.perf_counter() - detokenized
-        self._metrics.published(publication)
+        self._count(publication)
         if not hold_back:
             self._published_all_at = now
+
+    def _count(self, publication: Publication) -> None:
+        self._metrics.published(publication)
+        self.num_tokens_published += publication.num_tokens + publication.num_prompt_tokens
 
     def _publish_overdue(self) -> None:
         """Publish held-back output during a long step, so that it waits for two intervals at most."""

@@ -102,7 +102,9 @@ class PoolingJob(Job):
             count = min(per_entry, output.count - begin)
             data = output.data[begin * row_bytes : (begin + count) * row_bytes]
             writes.append(StreamWrite.rows(*self.key, self.num_rows, count, data))
-            self.num_tokens_left -= sum(map(len, self.request.inputs[self.num_rows : self.num_rows + count]))
+            num_tokens = sum(map(len, self.request.inputs[self.num_rows : self.num_rows + count]))
+            publication.num_prompt_tokens += num_tokens
+            self.num_tokens_left -= num_tokens
             self.rows.append(data)
             self.num_rows += count
         return writes

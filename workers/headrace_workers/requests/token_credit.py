@@ -32,6 +32,10 @@ class TokenCredit:
         """Number of messages that one step computes."""
         return int(self._step_tokens / self._average)
 
+    def is_busy(self, backlog: int) -> bool:
+        """Return whether the engine has work for another step after the current one."""
+        return backlog >= self._step_tokens
+
     def messages(self, backlog: int, num_messages: int) -> int:
         """Return how many messages to take while the engine has to compute `backlog` tokens of `num_messages`.
 

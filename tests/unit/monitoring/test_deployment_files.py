@@ -234,6 +234,46 @@ def test_what_the_chart_renders_is_valid_kubernetes(tmp_path: Path) -> None:
     assert kinds == set(checked)
 
 
+def metrics_of(tmp_path: Path, **autoscaling: Any) -> dict[str, Any]:
+    """Return what the worker's scaler measures."""
+    (scaler,) = [
+        found
+        for found in template(tmp_path, autoscaling={**VALUES["autoscaling"], **autoscaling})
+        if found["kind"] in ("ScaledObject", "HorizontalPodAutoscaler") and found["metadata"]["name"] == "demo-worker"
+    ]
+    if scaler["kind"] == "ScaledObject":
+        custom_resources.validate(scaler)
+        return dict(scaler["spec"]["triggers"][0]["metadata"])
+    external = scaler["spec"]["metrics"][0]["external"]
+    return {"name": external["metric"]["name"], **external["target"]}
+
+
+MESSAGES = 'sum(max by (queue, state) (headrace_queue_messages{model="tiny",state=~"ready|unacked"}))'
+
+
+def test_keda_scales_by_the_signal_of_the_values(tmp_path: Path) -> None:
+    by_messages = metrics_of(tmp_path)
+    assert (by_messages["query"], by_messages["threshold"]) == (MESSAGES, "51")
+    by_work = metrics_of(tmp_path, signal="work", targetSeconds=90)
+    seconds = 'sum(max by (queue) (headrace_outstanding_worker_seconds{model="tiny"}))'
+    assert (by_work["query"], by_work["threshold"]) == (f"{seconds} / 90 or {MESSAGES} / 51", "1")
+
+
+def test_an_hpa_scales_by_the_signal_of_the_values(tmp_path: Path) -> None:
+    found = {
+        signal: metrics_of(tmp_path, kind="hpa", minReplicas=1, signal=signal, targetSeconds=90)
+        for signal in ("messages", "work")
+    }
+    target = {"type": "AverageValue"}
+    assert found["messages"] == {"name": "headrace_outstanding_messages", "averageValue": "51", **target}
+    assert found["work"] == {"name": "headrace_workers_wanted", "averageValue": "1500m", **target}
+
+
+@pytest.mark.parametrize("wrong", [{"signal": "tokens"}, {"targetSeconds": 0}, {"targetSeconds": "60"}])
+def test_a_wrong_signal_or_target_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    assert "/autoscaling/" + next(iter(wrong)) in refused(tmp_path, autoscaling={**VALUES["autoscaling"], **wrong})
+
+
 def test_the_custom_resources_have_the_fields_that_their_operators_know(
     manifests: dict[str, dict[str, Any]],
 ) -> None:

@@ -26,6 +26,10 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 sum(max by (queue, state) (headrace_queue_messages{model={{ .Values.model.servedName | quote }},state=~"ready|unacked"}))
 {{- end }}
 
+{{- define "headrace.work" -}}
+sum(max by (queue) (headrace_outstanding_worker_seconds{model={{ .Values.model.servedName | quote }}})) / {{ .Values.autoscaling.targetSeconds }} or {{ include "headrace.outstanding" . }} / {{ include "headrace.perReplica" . }}
+{{- end }}
+
 {{- define "headrace.perReplica" -}}
 {{ max 1 (floor (mulf .Values.worker.maxNumSeqs .Values.autoscaling.slotsPerReplica)) }}
 {{- end }}

@@ -268,7 +268,7 @@ def test_a_resumed_request_shows_the_rest_of_its_text(make_engine: MakeEngine) -
     whole = [output.outputs[0] for output in run(engine)["whole"]]
     tokens = [token for choice in whole for token in choice.token_ids]
     for k in range(1, 10):
-        request = engine._input_processor.process("again", "mill", params)
+        request = engine.input_processor.process("again", "mill", params)
         request.choices[0].output_token_ids = tokens[:k]
         engine._add(request)
         assert [output.outputs[0].text for output in run(engine)["again"]] == [choice.text for choice in whole[k:]]

@@ -230,7 +230,8 @@ def test_a_model_that_generates_refuses_pooling_by_name(service: Service) -> Non
     result = handle.get(timeout=DEADLINE)
     assert result["error"] == {
         "code": "unsupported",
-        "message": "model 'tiny' generates; it does not compute embeddings: use the task headrace.generate",
+        "message": "model 'tiny' generates and answers questions; it does not compute embeddings: use the task "
+        "headrace.generate or the task headrace.decide",
     }
     assert (result["data"], result["truncated"]) == (None, [])
 

@@ -11,6 +11,7 @@ import pytest
 
 from engine.tiny_models import TinyModel
 from headrace_engine import LLM, SamplingParams
+from headrace_engine.api.decide import checked_plan
 from headrace_engine.errors import ContextLengthError, InvalidRequestError
 from headrace_engine.text.decision_plan import plan_of
 
@@ -91,3 +92,12 @@ def test_wrong_questions_are_refused(llm: LLM) -> None:
         llm.decide(INPUT, [])
     with pytest.raises(ContextLengthError):
         llm.decide(INPUT * 200, [PREDICATE])
+
+
+def test_a_label_of_several_tokens_counts_in_the_length_of_a_prompt(llm: LLM) -> None:
+    limit = llm.llm_engine.model_info.max_model_len
+    size = len(plan_of("", [MANY], llm.llm_engine.tokenizer).longest)
+    word = " mill"
+    assert llm.decide(word * (limit - 1 - size), [MANY])
+    with pytest.raises(ContextLengthError, match=f"the prompt has {limit} tokens"):
+        checked_plan(llm.llm_engine.input_processor, word * (limit - size), [MANY])

@@ -60,8 +60,9 @@ class DecisionPlan:
 
     @property
     def longest(self) -> list[int]:
-        """The longest prompt."""
-        return self.shared + max(self.tails, key=len)
+        """The longest prompt of `readings()`."""
+        prefixes = [max(labels, key=len)[:-1] for labels in self.labels]
+        return self.shared + max((tail + prefix for tail, prefix in zip(self.tails, prefixes, strict=True)), key=len)
 
     def readings(self) -> list[Reading]:
         """Return the forward passes that read every label, in the order of the questions."""

@@ -7,12 +7,13 @@ that the prefix cache serves it. A label of several tokens is read token by toke
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from secrets import token_hex
 from string import ascii_uppercase
 from typing import Any, Final
 
 from headrace_engine.errors import InvalidRequestError
-from headrace_engine.text.chat import read_messages
+from headrace_engine.text.chat import joined, read_messages
 from headrace_engine.text.tokenizer import ModelTokenizer
 from headrace_wire.sampling import MAX_LOGPROB_TOKEN_IDS
 
@@ -110,17 +111,15 @@ def plan_of(
 ) -> DecisionPlan:
     """Render the questions about an input by the model's chat template, and tokenise them.
 
-    Raises InvalidRequestError if the model has no chat template, or the template does not show the question.
+    Raises InvalidRequestError if the model has no chat template, the template does not show the question, or the
+    tokenizer does not tell the labels apart.
     """
     mark = token_hex(16)
-    rendered = tokenizer.render_chat(read_messages(_conversation(given, mark)))
+    rendered = tokenizer.render_chat(_conversation(given, mark))
     before, _, after = rendered.partition(mark)
     if rendered.count(mark) != 1:
         raise InvalidRequestError("the model's chat template does not show the last message once, so it cannot decide")
-    labels = {
-        count: [tokenizer.encode_plain(label) for label in label_texts(count)]
-        for count in {len(options_of(question)) for question in questions}
-    }
+    labels = {count: _labels(count, tokenizer) for count in {len(options_of(question)) for question in questions}}
     return DecisionPlan(
         tokenizer.encode_plain(before),
         [tokenizer.encode_plain(text_of_question(question) + after) for question in questions],
@@ -128,18 +127,27 @@ def plan_of(
     )
 
 
-def _conversation(given: str | Sequence[Mapping[str, Any]], question: str) -> list[Mapping[str, Any]]:
+def _conversation(given: str | Sequence[Mapping[str, Any]], question: str) -> list[dict[str, Any]]:
     """Return the chat that asks a question about an input.
 
-    The question continues a last user message that is a text: many chat templates refuse two user messages in a row.
+    The question continues a last user message: many chat templates refuse two user messages in a row.
     What is the same for all questions comes before the question, so that it is computed once.
     """
-    messages = [{"role": "user", "content": given}] if isinstance(given, str) else [*given]
+    messages = read_messages([{"role": "user", "content": given}] if isinstance(given, str) else given)
     asked = f"{_TASK}\n\n{question}"
     last = messages[-1]
-    if last.get("role") == "user" and isinstance(last.get("content"), str):
-        return [*messages[:-1], {**last, "content": f"{last['content']}\n\n{asked}"}]
+    if last["role"] == "user":
+        return [*messages[:-1], {**last, "content": f"{joined(last['content'])}\n\n{asked}"}]
     return [*messages, {"role": "user", "content": asked}]
+
+
+def _labels(count: int, tokenizer: ModelTokenizer) -> list[list[int]]:
+    """Return the tokens of labels. None of them begins with another, so the probabilities exclude each other."""
+    labels = [tokenizer.encode_plain(label) for label in label_texts(count)]
+    ordered = sorted(labels)  # a label stands right before those that begin with it
+    if any(after[: len(label)] == label for label, after in pairwise(ordered)):
+        raise InvalidRequestError(f"the model's tokenizer does not tell {count} labels apart, so it cannot decide")
+    return labels
 
 
 _PREDICATE: Final = ({"value": "true"}, {"value": "false"})
@@ -165,7 +173,7 @@ def text_of_question(question: Question) -> str:
 
 
 def _shown(option: Mapping[str, Any]) -> str:
-    value = option["label"] if "label" in option else option["value"]
+    value = option["value"] if option.get("label") is None else option["label"]
     text = str(value).lower() if isinstance(value, bool) else value
     return f"{text} ({option['description']})" if option.get("description") else text
 

@@ -28,7 +28,7 @@ def decide(
     outputs: list[RequestOutput] = []
     # The first request fills the prefix cache with the input, which the others then find there.
     for group in (readings[:1], readings[1:]):
-        prompts = [{"prompt_token_ids": reading.prompt_token_ids} for reading in group]
+        prompts = [{"prompt_token_ids": plan.prompt_of(reading)} for reading in group]
         outputs += generate(prompts, [_params(reading.token_ids) for reading in group])
     answers = answers_of(questions, plan, [_logprobs(output) for output in outputs])
     cached = min(outputs[0].num_cached_tokens or 0, len(plan.shared))
@@ -66,7 +66,7 @@ def decision_request(
     requests = [
         processor.assemble(
             request_id,
-            CheckedPrompt(None, reading.prompt_token_ids, []),
+            CheckedPrompt(None, plan.prompt_of(reading), []),
             _params(reading.token_ids),
             priority,
             arrival_time,

@@ -25,12 +25,11 @@ _TASK: Final = "Answer the question about the text above with the label of one o
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One forward pass, which reads the log-probabilities of `token_ids` after `prompt_token_ids`."""
+    """One forward pass, which reads the log-probabilities of `token_ids` after a question and `prefix`."""
 
     question: int
     prefix: tuple[int, ...]
     """The first tokens of labels, at the end of the prompt."""
-    prompt_token_ids: list[int]
     token_ids: list[int]
 
 
@@ -51,28 +50,22 @@ class DecisionPlan:
         return len(self.shared) + sum(map(len, self.tails))
 
     @property
-    def num_readings(self) -> int:
-        """Length of `readings()`."""
-        return sum(
-            -(-len(token_ids) // MAX_LOGPROB_TOKEN_IDS)
-            for labels in self.labels
-            for token_ids in _following(labels).values()
-        )
-
-    @property
     def longest(self) -> list[int]:
         """The longest prompt of `readings()`."""
-        prefixes = [max(labels, key=len)[:-1] for labels in self.labels]
-        return self.shared + max((tail + prefix for tail, prefix in zip(self.tails, prefixes, strict=True)), key=len)
+        return self.prompt_of(max(self.readings(), key=lambda each: len(self.tails[each.question]) + len(each.prefix)))
 
     def readings(self) -> list[Reading]:
         """Return the forward passes that read every label, in the order of the questions."""
         return [
-            Reading(question, prefix, [*self.shared, *tail, *prefix], token_ids[first : first + MAX_LOGPROB_TOKEN_IDS])
-            for question, tail in enumerate(self.tails)
-            for prefix, token_ids in _following(self.labels[question]).items()
+            Reading(question, prefix, token_ids[first : first + MAX_LOGPROB_TOKEN_IDS])
+            for question, labels in enumerate(self.labels)
+            for prefix, token_ids in _following(labels).items()
             for first in range(0, len(token_ids), MAX_LOGPROB_TOKEN_IDS)
         ]
+
+    def prompt_of(self, reading: Reading) -> list[int]:
+        """Return the tokens before those that it reads."""
+        return [*self.shared, *self.tails[reading.question], *reading.prefix]
 
     def probabilities(self, found: Sequence[Mapping[int, float]]) -> list[list[float]]:
         """Return, for each question, the probability of each label among its labels.

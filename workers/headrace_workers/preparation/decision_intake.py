@@ -29,7 +29,7 @@ class PreparedDecision:
 
     @property
     def num_choices(self) -> int:
-        return self.plan.num_readings
+        return len(self.plan.readings())
 
     @property
     def num_tokens(self) -> int:

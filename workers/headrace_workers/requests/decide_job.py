@@ -34,7 +34,7 @@ class DecideJob(GenerateJob):
     @property
     def num_sendable(self) -> int:
         """One until a choice is done: it fills the prefix cache with the input, which the others then find there."""
-        return GenerateJob.num_sendable.__get__(self) if self.num_tokens else 1 - self.num_slots
+        return len(self.unsent or ()) if self.num_tokens else 1 - self.num_slots
 
     def publish(self, output: RequestOutput, now: float, publication: Publication) -> list[StreamWrite]:
         is_first = not self.num_tokens

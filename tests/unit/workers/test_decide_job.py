@@ -91,6 +91,14 @@ def test_the_end_has_the_answers_and_counts_the_input_once() -> None:
     assert job.result().to_wire()["answers"] == end["answers"]
 
 
+def test_the_tokens_that_are_published_are_those_that_the_tenant_pays() -> None:
+    job, publication = make_job(), Publication()
+    for output in ALL:
+        job.publish(output, 1.0, publication)
+    usage = job.usage()
+    assert publication.num_prompt_tokens + publication.num_tokens == usage.prompt_tokens + usage.completion_tokens
+
+
 def test_a_resumed_job_reads_only_what_is_missing_and_has_the_same_answers() -> None:
     whole, resumed = make_job(), make_job([chunk(0, 1, {20: 0.3, 21: 0.1}), chunk(2, 2, {30: 0.2, 31: 0.6})])
     publish(whole, *ALL)

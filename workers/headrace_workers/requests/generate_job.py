@@ -117,7 +117,7 @@ class GenerateJob(Job):
                 self.first_token_at = now
                 self.num_first_tokens = self.num_tokens
                 if self.num_tokens == num_tokens:  # else an earlier attempt has published the first token
-                    publication.num_prompt_tokens += len(self.request.prompt_token_ids)
+                    publication.num_prompt_tokens += self.usage().prompt_tokens
             if choice.last_token_at is not None:
                 publication.followed[num_tokens, now - choice.last_token_at, self.trace_id] += 1
             choice.last_token_at = now

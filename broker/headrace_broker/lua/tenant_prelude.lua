@@ -1,5 +1,5 @@
 local LONGEST_HEADERS, LONGEST_TENANT, LONGEST_PREFIX, LONGEST_ID = 256 * 1024, 800, 32, 2048
-local MOST_CHOICES = 64 -- as in the rule of the sampling parameter n
+local MOST_CHOICES = 400 -- questions of a decision; the sampling parameter n is at most 64
 local HASHED_WHOLE = 1024 * 1024 -- bytes of a message
 
 local function text_of(value, longest)

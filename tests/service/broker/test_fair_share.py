@@ -25,6 +25,7 @@ from headrace_broker.queue.dead_letters import dead_letters
 from headrace_broker.queue.leases import LeasedMessage, Leases
 from headrace_broker.queue.levels import QueueLevelReader
 from headrace_broker.server.embedded import EmbeddedServer
+from headrace_wire.questions import MAX_QUESTIONS
 from service.broker.tenant_messages import LISTS, QUEUE, envelope, name_of, names, numbered, push, take, tenant_of
 
 
@@ -437,12 +438,22 @@ def test_a_message_takes_a_slot_for_each_of_its_choices(
     assert [message.choices for message in taken] == [4, 4, 4]
 
 
-@pytest.mark.parametrize("choices", [0, -1, 65, 1.5, "8", True, None, [8], 1e300])
+@pytest.mark.parametrize("choices", [0, -1, 401, 1.5, "8", True, None, [8], 1e300])
 def test_an_invalid_number_of_choices_counts_as_one(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis", choices: Any
 ) -> None:
     push_choices(redis_client, "a", ["a0", "a1", "a2"], choices)
     assert names(take(make_leases(), 2)) == ["a0", "a1"]
+
+
+@pytest.mark.parametrize("choices", [64, MAX_QUESTIONS])
+def test_a_message_with_the_most_choices_waits_until_it_may_be_split(
+    make_leases: Callable[..., Leases], redis_client: "redis.Redis", choices: int
+) -> None:
+    push_choices(redis_client, "a", ["large"], choices)
+    leases = make_leases()
+    assert leases.fetch(LISTS, 4, split_from=0) == []
+    assert [message.choices for message in leases.fetch(LISTS, 4)] == [choices]
 
 
 def test_while_large_messages_may_not_be_split_smaller_ones_of_other_tenants_pass_them(

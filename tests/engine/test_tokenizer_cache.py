@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer
 
-from headrace_engine.checkpoints.checkpoint import pretrained_source
 from headrace_engine.options.engine_args import EngineArgs
 from headrace_engine.text import tokenizer_loader
 from headrace_engine.text.tokenizer import ModelTokenizer
@@ -82,10 +81,13 @@ VOCABULARIES = {
 
 @pytest.fixture(scope="module", params=VOCABULARIES)
 def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    architecture, add = VOCABULARIES[request.param]
-    path = tmp_path_factory.mktemp("vocabulary") / f"{request.param}.gguf"
+    folder = tmp_path_factory.mktemp("vocabulary")
+    return write_vocabulary(folder / f"{request.param}.gguf", *VOCABULARIES[request.param])
+
+
+def write_vocabulary(path: Path, architecture: str, add: Callable[[gguf.GGUFWriter], None]) -> Path:
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name(request.param)
+    writer.add_name(path.stem)
     writer.add_chat_template(TEMPLATE)
     add(writer)
     writer.write_header_to_file()
@@ -96,8 +98,7 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def reference(file: Path) -> Any:
-    source, options = pretrained_source(str(file))
-    return AutoTokenizer.from_pretrained(source, **options)
+    return tokenizer_loader.read_tokenizer(str(file), trust_remote_code=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -140,6 +141,13 @@ def test_a_cached_tokenizer_has_the_chat_template_and_the_special_tokens(
     text = reference.apply_chat_template(chat, tokenize=False)
     assert cached.encode_chat(chat) == (text, reference(text, add_special_tokens=False)["input_ids"])
     assert cached.eos_token_id == reference.eos_token_id
+
+
+@pytest.mark.parametrize(("pre", "pieces"), [("smollm", ["1", "2", " ", "3", "4", "5"]), ("gpt-2", ["12", " ", "345"])])
+def test_digits_are_split_where_the_file_asks_for_it(pre: str, pieces: list[str], tmp_path: Path) -> None:
+    path = write_vocabulary(tmp_path / "vocabulary.gguf", "llama", byte_level(pre))
+    tokenizer = ModelTokenizer(load(path))
+    assert [tokenizer.decode([token]) for token in tokenizer.encode_plain("12 345")] == pieces
 
 
 def test_another_vocabulary_is_another_entry(file: Path, tmp_path: Path) -> None:

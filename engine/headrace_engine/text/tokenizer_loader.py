@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import tokenizers
 import transformers
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from headrace_engine.checkpoints.checkpoint import is_gguf, pretrained_source, quick_reads
@@ -30,8 +30,10 @@ _METHODS = ("__call__", "_encode_plus", "apply_chat_template", "get_chat_templat
 
 _LARGE_VOCABULARY: Final = 8192
 """Smaller tokenizers are built in a moment, and not kept in the cache."""
-_CACHE_VERSION: Final = 1
+_CACHE_VERSION: Final = 2
 """Grows when the parts of a tokenizer change."""
+_SPLIT_DIGITS: Final = {"codeshell", "command-r", "exaone", "mellum2", "minerva-7b", "refact", "smollm", "starcoder"}
+"""The values of `tokenizer.ggml.pre` whose vocabularies have single digits only, as in llama.cpp's llama-vocab.cpp."""
 
 
 def load_tokenizer(config: EngineConfig) -> TokenizerParts:
@@ -80,7 +82,20 @@ def read_tokenizer(model: str, *, trust_remote_code: bool, revision: str | None 
         raise ModelLoadError(f"model {model!r} has no usable tokenizer: {advice(model, error)}") from error
     if not isinstance(getattr(tokenizer, "backend_tokenizer", None), Tokenizer):
         raise ModelLoadError(f"the tokenizer of {model!r} has no tokenizer.json, which streaming text needs")
+    if is_gguf(model):
+        _split_digits(model, tokenizer.backend_tokenizer)
     return tokenizer
+
+
+def _split_digits(path: str, backend: Any) -> None:
+    """Split digits where the vocabulary of a GGUF file asks for it. transformers builds GPT-2's pre-tokenizer there."""
+    from headrace_engine.checkpoints.gguf_reader import read_header  # imports gguf, which other models do not need
+
+    kind = read_header(path).fields.get("tokenizer.ggml.pre")
+    own = backend.pre_tokenizer
+    if kind is None or kind.contents() not in _SPLIT_DIGITS or not isinstance(own, pre_tokenizers.ByteLevel):
+        return
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), own])
 
 
 def parts_of(tokenizer: Any) -> TokenizerParts:

@@ -17,7 +17,8 @@ from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
 from headrace_engine.errors import ConfigError
 from headrace_engine.options.engine_args import EngineArgs
-from headrace_engine.runner.memory import available_memory, weight_bytes
+from headrace_engine.runner.memory import available_memory
+from headrace_engine.runner.models.weight_memory import weight_bytes
 
 pytestmark = pytest.mark.rotated(
     "engine/headrace_engine/runner/memory.py",

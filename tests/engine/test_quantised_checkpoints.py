@@ -25,11 +25,11 @@ from engine.quantised_files import (
 )
 from engine.tiny_models import TinyModel
 from headrace_engine.errors import ConfigError, ModelLoadError
-from headrace_engine.runner import memory
 from headrace_engine.runner.fused.decoder_stack import DecoderStack
 from headrace_engine.runner.linear import grouped_linear
 from headrace_engine.runner.linear.grouped_linear import GroupedLinear
 from headrace_engine.runner.linear.native_linear import NativeGatedLinear, NativeLinear
+from headrace_engine.runner.models import weight_memory
 from headrace_engine.runner.weights.integer_weight import IntegerWeight
 from headrace_engine.runner.weights.module_tensors import ModuleTensors
 from headrace_engine.runner.weights.quantised_checkpoint import WeightReader, reader_for
@@ -84,10 +84,27 @@ def test_dequantised_weights_are_counted_with_the_memory_that_they_take(
     model = write_checkpoint(tmp_path, KINDS[kind])
     needed = 4 * sum(parameter.numel() for parameter in model.parameters())
     monkeypatch.setattr(grouped_linear, "supported", lambda _: False)
-    monkeypatch.setattr(memory, "available_memory", lambda: needed - 1)
+    monkeypatch.setattr(weight_memory, "available_memory", lambda: needed - 1)
     with pytest.raises(ConfigError, match=r"take [\d.]+ GiB as float32, but only [\d.]+ GiB of memory are free"):
         load(tmp_path)
-    monkeypatch.setattr(memory, "available_memory", lambda: int(1.2 * needed))  # scales and zero points
+    monkeypatch.setattr(weight_memory, "available_memory", lambda: int(1.2 * needed))  # scales and zero points
+    load(tmp_path)
+
+
+@kinds
+def test_packed_weights_are_counted_with_the_memory_that_they_take(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, KINDS[kind])
+    model = load(tmp_path, enable_lora=True)  # layers are not merged
+    dense = (layer for layer in model.modules() if type(layer) is NativeLinear)
+    needed = sum(parameter.nbytes for parameter in model.parameters())
+    needed += sum(4 * layer.in_features * layer.out_features for layer in dense)
+    needed += sum(weight.strips.nbytes for weight in grouped_linear.grouped_weights(model))
+    monkeypatch.setattr(weight_memory, "available_memory", lambda: needed - 1)
+    with pytest.raises(ConfigError, match=r"take [\d.]+ GiB as packed blocks, but only [\d.]+ GiB of memory are free"):
+        load(tmp_path)
+    monkeypatch.setattr(weight_memory, "available_memory", lambda: int(1.02 * needed))  # scales of FP8
     load(tmp_path)
 
 

@@ -19,11 +19,11 @@ from engine.packed_models import generate, load, workload
 from engine.tiny_models import TinyModel
 from headrace_engine import LLM, SamplingParams
 from headrace_engine.errors import ConfigError, ModelLoadError
-from headrace_engine.runner import memory
 from headrace_engine.runner.fused.decoder_stack import DecoderStack
 from headrace_engine.runner.linear import grouped_linear
 from headrace_engine.runner.linear.grouped_linear import GroupedEmbedding, GroupedLinear
 from headrace_engine.runner.linear.grouped_weight import FORMATS
+from headrace_engine.runner.models import weight_memory
 
 pytestmark = [
     pytest.mark.rotated(
@@ -129,11 +129,26 @@ def test_experts_are_counted_with_the_memory_that_they_take(tmp_path: Path, monk
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    monkeypatch.setattr(memory, "available_memory", lambda: 2 * 4 * 32 * 256 - 1)
+    monkeypatch.setattr(weight_memory, "available_memory", lambda: 2 * 4 * 32 * 256 - 1)
     with pytest.raises(ConfigError, match="of memory are free"):
-        memory.check_weights_fit(str(path), torch.bfloat16, FORMATS)
-    monkeypatch.setattr(memory, "available_memory", lambda: 2 * 4 * 32 * 256)
-    memory.check_weights_fit(str(path), torch.bfloat16, FORMATS)
+        weight_memory.check_weights_fit(str(path), torch.bfloat16, FORMATS)
+    monkeypatch.setattr(weight_memory, "available_memory", lambda: 2 * 4 * 32 * 256)
+    weight_memory.check_weights_fit(str(path), torch.bfloat16, FORMATS)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_packed_weights_are_counted_with_the_memory_that_they_take(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_model(tmp_path / "tiny.gguf", "llama", lambda _: kind)
+    model = load(path, enable_lora=True)  # layers are not merged
+    needed = sum(parameter.nbytes for parameter in model.parameters())
+    needed += sum(weight.strips.nbytes for weight in grouped_linear.grouped_weights(model))
+    monkeypatch.setattr(weight_memory, "available_memory", lambda: needed - 1)
+    with pytest.raises(ConfigError, match=r"take [\d.]+ GiB as packed blocks, but only [\d.]+ GiB of memory are free"):
+        load(path)
+    monkeypatch.setattr(weight_memory, "available_memory", lambda: needed)
+    load(path)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_K_M"])

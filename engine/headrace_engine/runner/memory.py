@@ -1,12 +1,9 @@
-"""Memory: what is free, what the weights of a model need, and the release of what is not needed."""
+"""Memory: what is free, and the release of what is not needed."""
 
 import contextlib
 import ctypes
 import functools
-import json
-import math
 import os
-from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +11,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from headrace_engine.checkpoints.checkpoint import is_gguf
 from headrace_engine.errors import ConfigError
 from headrace_engine.system import control_group
 from headrace_engine.system.heap import release_freed_heap
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _MADV_DONTNEED = 4
-_ITEM_SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-_FLOATS = {"F64", "F32", "F16", "BF16"}
-_PACKED_INTEGERS = ("qweight", "weight_packed", "weight")
-"""The tensors with the integers of a weight, by the last part of their names. Words are of type I32."""
 
 
 def available_memory() -> int:
@@ -34,80 +26,6 @@ def available_memory() -> int:
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     room = control_group.memory_room()
     return free if room is None else min(free, room)
-
-
-def weight_bytes(
-    folder: Path, dtype: torch.dtype, dequantised_bits: int | None = None, *, widens_float8: bool = True
-) -> int:
-    """Return the bytes of all tensors in safetensors files after loading in `dtype`. Reads only the headers.
-
-    Args:
-        dequantised_bits: of each weight of a checkpoint whose integers are dequantised. None: they stay packed.
-        widens_float8: whether weights in FP8 become `dtype`.
-    """
-    files = folder.glob("*.safetensors")
-    return sum(_file_bytes(path, dtype, dequantised_bits, widens_float8=widens_float8) for path in files)
-
-
-def _file_bytes(path: Path, dtype: torch.dtype, dequantised_bits: int | None, *, widens_float8: bool) -> int:
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    total = 0
-    for name, tensor in header.items():
-        if name == "__metadata__":
-            continue
-        kind, last = tensor["dtype"], name.rpartition(".")[2]
-        widened = kind in _FLOATS or (kind == "F8_E4M3" and widens_float8)
-        size = dtype.itemsize if widened else _ITEM_SIZES.get(kind, 1)
-        if dequantised_bits is not None and last in _PACKED_INTEGERS and kind in ("I32", "I8"):
-            size = dtype.itemsize * (32 // dequantised_bits if kind == "I32" else 1)
-        total += math.prod(tensor["shape"]) * size
-    return total
-
-
-def _gguf_bytes(model: str, dtype: torch.dtype, packed: Container[str]) -> int:
-    """Return the bytes of all tensors after loading. Matrices of the `packed` types keep their size."""
-    from headrace_engine.checkpoints.gguf_reader import read_header  # imports gguf, which other models do not need
-
-    if not Path(model).is_file():
-        return 0  # the loader raises the error
-    return sum(
-        int(tensor.n_bytes)
-        if tensor.tensor_type.name in packed and len(tensor.shape) == 2  # the experts of a layer have three dimensions
-        else dtype.itemsize * int(tensor.n_elements)
-        for tensor in read_header(model).tensors
-    )
-
-
-def check_weights_fit(
-    model: str,
-    dtype: torch.dtype,
-    packed: Container[str] = (),
-    dequantised_bits: int | None = None,
-    *,
-    widens_float8: bool = True,
-) -> None:
-    """Refuse a local model whose weights exceed the free memory, before the kernel has to kill a process.
-
-    Args:
-        packed: the types of a GGUF file whose blocks are kept.
-        dequantised_bits, widens_float8: as in `weight_bytes`.
-
-    Raises:
-        ConfigError: the weights do not fit. Names the needed and the free bytes.
-    """
-    needed = (
-        _gguf_bytes(model, dtype, packed)
-        if is_gguf(model)
-        else weight_bytes(Path(model), dtype, dequantised_bits, widens_float8=widens_float8)
-    )
-    free = available_memory()
-    form = "packed blocks" if packed else str(dtype).removeprefix("torch.")
-    if needed > free:
-        raise ConfigError(
-            f"the weights of {model!r} take {needed / 2**30:.1f} GiB as {form}, "
-            f"but only {free / 2**30:.1f} GiB of memory are free"
-        )
 
 
 def free_gpu_memory(device: torch.device) -> int:

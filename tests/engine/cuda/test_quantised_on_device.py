@@ -16,11 +16,11 @@ from engine.quantised_files import KINDS, write_checkpoint
 from engine.tiny_models import TinyModel, generate_greedily
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.errors import ConfigError
-from headrace_engine.runner import memory
 from headrace_engine.runner.fused.fusion import decoder_layers
 from headrace_engine.runner.linear import triton_quantised_linear
 from headrace_engine.runner.linear.quantised_weight import CodeKind
 from headrace_engine.runner.linear.triton_quantised_linear import TritonQuantisedLinear
+from headrace_engine.runner.models import weight_memory
 
 pytestmark = [
     pytest.mark.rotated(
@@ -91,9 +91,9 @@ def test_weights_in_8_bit_floats_are_counted_with_the_memory_that_they_take(
 ) -> None:
     model = write_checkpoint(tmp_path, KINDS[FP8])
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    monkeypatch.setattr(memory, "available_memory", lambda: 2 * parameters)  # float32 would need twice that
+    monkeypatch.setattr(weight_memory, "available_memory", lambda: 2 * parameters)  # float32 would need twice that
     core = core_of(tmp_path)
     assert core.model_info.num_parameters == parameters
-    monkeypatch.setattr(memory, "available_memory", lambda: parameters // 2)
+    monkeypatch.setattr(weight_memory, "available_memory", lambda: parameters // 2)
     with pytest.raises(ConfigError, match=r"but only [\d.]+ GiB of memory are free"):
         core_of(tmp_path)

@@ -30,6 +30,10 @@ class GroupedFormat:
     file_bytes: int
     """Of a block in the file."""
 
+    def packed_bytes(self, in_features: int, out_features: int) -> int:
+        """Return the bytes of a weight in memory."""
+        return int(native_linear.library().headrace_grouped_bytes(self.number, in_features, out_features))
+
 
 _SIZES: Final = {
     "Q4_0": (32, 18),
@@ -51,6 +55,13 @@ INTEGER_FORMATS: Final = {
     for index, (bits, inputs) in enumerate(_INTEGERS)
 }
 """By bits and inputs of a block. A block is a float32 scale, an int16 zero point, and a byte for each code."""
+
+
+def integer_block(group: int) -> int | None:
+    """Return the inputs of a block for integers in groups of this size; None if there is no such format."""
+    if group % 32:
+        return None
+    return 128 if group % 128 == 0 else 32
 
 
 class BadScaleError(ValueError):
@@ -101,7 +112,7 @@ class GroupedWeight:
                 release(part)
 
     def _bytes(self, outputs: int) -> int:
-        return int(native_linear.library().headrace_grouped_bytes(self.format.number, self.in_features, outputs))
+        return self.format.packed_bytes(self.in_features, outputs)
 
     def _pack(self, first: int, blocks: Bytes, order: np.ndarray[Any, Any] | None) -> None:
         bad_row = native_linear.library().headrace_pack_blocks(

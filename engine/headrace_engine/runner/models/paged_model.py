@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from headrace_engine.checkpoints.checkpoint import fingerprint
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.options.config import CacheConfig, ModelConfig
-from headrace_engine.runner import memory
 from headrace_engine.runner.attention.backend import AttentionBackend, AttentionMetadata, AttentionSpec, scale_of
 from headrace_engine.runner.attention.native import NativeBackend
 from headrace_engine.runner.attention.selection import choose_backend
@@ -35,7 +34,7 @@ from headrace_engine.runner.linear.quantised_weight import QuantisedWeight
 from headrace_engine.runner.linear.replacement import pack_linear_layers, watch_weights
 from headrace_engine.runner.lora.layers import LoRALayers
 from headrace_engine.runner.memory import check_model_fits
-from headrace_engine.runner.models import generation, loading, probe, rope, row_tiles, weight_form
+from headrace_engine.runner.models import generation, loading, probe, rope, row_tiles, weight_form, weight_memory
 from headrace_engine.runner.models.load_errors import permanent_errors
 from headrace_engine.runner.models.probe import ModelLayout
 from headrace_engine.runner.models.weight_form import WeightForm
@@ -83,11 +82,11 @@ class PagedModel:
         loading.check_architecture(config, hf_config)
         with permanent_errors(config.model, "loaded"):  # the checks read the headers of the weights
             form = weight_form.weight_form(config, hf_config, dtype, device, compiled=packed)
-            memory.check_weights_fit(
+            weight_memory.check_weights_fit(
                 config.model,
                 dtype,
-                FORMATS if form is WeightForm.GROUPED else (),
-                weight_form.bits_of_integers(config, hf_config) if form is WeightForm.DENSE else None,
+                FORMATS if form is WeightForm.GROUPED else None,
+                None if form is WeightForm.TRITON else weight_form.bits_of_integers(config, hf_config),
                 widens_float8=form is not WeightForm.TRITON,
             )
         self._metadata: AttentionMetadata | None = None

@@ -17,8 +17,7 @@ from headrace_engine.checkpoints.pooling_folder import PoolingSpec
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.options.config import EngineConfig, ModelConfig
 from headrace_engine.options.pooling_checks import generation_options
-from headrace_engine.runner import memory
-from headrace_engine.runner.models import loading, weight_form
+from headrace_engine.runner.models import loading, weight_form, weight_memory
 from headrace_engine.runner.models.load_errors import permanent_errors
 
 _TABLES: Final = {
@@ -91,7 +90,7 @@ def load_pooling_model(
         options["attn_implementation"] = loading.register_attention(attend)
     transformers_logging.disable_progress_bar()
     with permanent_errors(config.model, "loaded"):
-        memory.check_weights_fit(spec.folder, dtype)
+        weight_memory.check_weights_fit(spec.folder, dtype)
         model, report = kind.from_pretrained(
             spec.folder, config=hf_config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
         )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headrace_engine.runner.linear.grouped_weight import INTEGER_FORMATS, GroupedWeight
+from headrace_engine.runner.linear.grouped_weight import INTEGER_FORMATS, GroupedWeight, integer_block
 from headrace_engine.runner.linear.quantised_weight import CodeKind, QuantisedWeight
 
 
@@ -30,12 +30,13 @@ class IntegerWeight:
     @property
     def can_stay_packed(self) -> bool:
         """Whether there is a format for groups of this size."""
-        return self.group % 32 == 0
+        return integer_block(self.group) is not None
 
     def grouped(self) -> GroupedWeight:
         """Pack the weight for the kernels. Nothing is rounded."""
         out, inputs = self.codes.shape
-        block = 128 if self.group % 128 == 0 else 32
+        block = integer_block(self.group)
+        assert block is not None
         scales, zeros = (
             part.repeat_interleave(self.group // block, 1).contiguous().view(torch.uint8).view(out, inputs // block, -1)
             for part in (self.scales.float(), self.zeros)

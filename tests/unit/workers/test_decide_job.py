@@ -15,8 +15,8 @@ from headrace_engine.api.input_processor import InputProcessor
 from headrace_engine.requests.outputs import CompletionOutput, Logprob, RequestOutput
 from headrace_engine.text.decision_plan import DecisionPlan
 from headrace_monitoring.metrics import Publication
-from headrace_workers.requests.decide_job import DecideJob
-from headrace_workers.requests.generate_job import recorded_choices
+from headrace_workers.preparation.intake import RefusedError
+from headrace_workers.requests.decide_job import DecideJob, recorded_readings
 from unit.workers.fakes import MODEL, FakeCeleryRequest, FakeTokenizer
 
 PREDICATE = {"type": "predicate", "instructions": "It is old.", "name": "old"}
@@ -32,7 +32,7 @@ def make_job(entries: list[StreamEvent] | None = None) -> DecideJob:
         celery_request=FakeCeleryRequest(),
         request=request,
         attempt=1,
-        choices=recorded_choices(entries or [], len(request.choices)),
+        choices=recorded_readings(entries or [], PLAN),
         queued_at=None,
         questions=[PREDICATE, CHOICE],
         plan=PLAN,
@@ -108,6 +108,15 @@ def test_a_resumed_job_reads_only_what_is_missing_and_has_the_same_answers() -> 
     assert resumed.num_sendable == 1
     publish(resumed, ALL[1])
     assert resumed.result().answers == whole.result().answers
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [chunk(3, 1, {20: 0.3}), chunk(-1, 1, {20: 0.3}), chunk(0, 1, {20: 0.3}), ChunkEvent("1-1", 1, 1, 1, [20], "")],
+)
+def test_readings_of_another_plan_are_not_continued(entry: ChunkEvent) -> None:
+    with pytest.raises(RefusedError, match="send it again under a new id"):
+        make_job([entry])
 
 
 def test_a_failed_job_has_no_answers() -> None:

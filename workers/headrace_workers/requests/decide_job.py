@@ -6,12 +6,14 @@ from typing import Any
 
 from headrace_broker.decisions import DecisionResult
 from headrace_broker.results import ErrorInfo, Usage
+from headrace_broker.streams.events import ChunkEvent, StreamEvent
 from headrace_broker.streams.writer import StreamWrite
 from headrace_engine.requests.outputs import RequestOutput
 from headrace_engine.text.decision_plan import DecisionPlan, answers_of
 from headrace_monitoring.metrics import Publication
-from headrace_wire.codes import FinishReason
-from headrace_workers.requests.generate_job import ChoiceRecord, GenerateJob
+from headrace_wire.codes import ErrorCode, FinishReason
+from headrace_workers.preparation.intake import RefusedError
+from headrace_workers.requests.generate_job import ChoiceRecord, GenerateJob, recorded_choices
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -61,6 +63,25 @@ class DecideJob(GenerateJob):
         if self.answers is None:
             self.answers = answers_of(self.questions, self.plan, [_logprobs(choice) for choice in self.choices])
         return self.answers
+
+
+def recorded_readings(entries: Sequence[StreamEvent], plan: DecisionPlan) -> list[ChoiceRecord]:
+    """Read the choices that earlier attempts wrote to the stream.
+
+    Raises RefusedError if they read other tokens than `plan`. Another tokenizer or release makes another plan.
+    """
+    readings = plan.readings()
+    for entry in entries:
+        if isinstance(entry, ChunkEvent):
+            wanted = readings[entry.index].token_ids if 0 <= entry.index < len(readings) else None
+            found = {each.token_id for position in entry.logprobs or () for each in position}
+            if wanted is None or not found.issuperset(wanted):
+                raise RefusedError(
+                    ErrorCode.MODEL_CHANGED,
+                    "the request began at a worker with another tokenizer or release, which reads other labels: "
+                    "send it again under a new id",
+                )
+    return recorded_choices(entries, len(readings))
 
 
 def _logprobs(choice: ChoiceRecord) -> dict[int, float]:

@@ -30,7 +30,7 @@ from headrace_workers.preparation.decision_intake import PreparedDecision
 from headrace_workers.preparation.intake import Incoming
 from headrace_workers.preparation.plain_requests import AnyPrepared
 from headrace_workers.preparation.pooling_intake import PreparedInputs
-from headrace_workers.requests.decide_job import DecideJob
+from headrace_workers.requests.decide_job import DecideJob, recorded_readings
 from headrace_workers.requests.generate_job import GenerateJob, recorded_choices, recorded_prompt_logprobs
 from headrace_workers.requests.job import Job
 from headrace_workers.requests.pooling_job import PoolingJob
@@ -203,10 +203,9 @@ class StreamClaims:
             return job
         if isinstance(prepared, PreparedDecision):
             common = common_fields(incoming, claim, celery_request, model, span, trace_id)
-            choices = recorded_choices(claim.entries, len(request.choices))
-            return DecideJob(
-                request=request, choices=choices, questions=prepared.questions, plan=prepared.plan, **common
-            )
+            plan = prepared.plan
+            choices = recorded_readings(claim.entries, plan)
+            return DecideJob(request=request, choices=choices, questions=prepared.questions, plan=plan, **common)
         return generate_job_of(incoming, request, claim, celery_request, model, span, trace_id)
 
 

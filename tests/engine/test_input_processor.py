@@ -170,7 +170,7 @@ def test_arguments_of_a_wrong_kind_are_refused(
 
 def test_an_engines_seed_makes_its_requests_draw_the_same_in_each_run(processor: InputProcessor) -> None:
     def drawn(seed: int) -> list[int]:
-        made = InputProcessor(processor._model_info, processor._tokenizer, seed=seed)
+        made = InputProcessor(processor._model_info, processor.tokenizer, seed=seed)
         return [made.process("a", [1], SamplingParams()).seed for _ in range(3)]
 
     assert drawn(0) == drawn(0) != drawn(1)

@@ -5,12 +5,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from headrace_broker.errors import InvalidRequestError
-from headrace_wire.values import MAX_ID_CHARS, is_integer, is_number, is_request_id, shown
+from headrace_wire.values import MAX_ID_CHARS, is_integer, is_number, is_request_id, plain, shown
 
 BEGINNING: Final = "0-0"
 _ENTRY_ID: Final = re.compile(r"(\d{1,20})-(\d{1,20})", re.ASCII)
 _LARGEST_PART: Final = 2**64 - 1
 _MAX_LETTERS: Final = 1_000_000
+
+
+def given_of(kwargs: object) -> dict[str, Any]:
+    """Return a task's keyword arguments without null values, as plain data. Raises InvalidRequestError for no map."""
+    if not isinstance(kwargs, Mapping):
+        raise InvalidRequestError(f"the request must be a map, got {shown(kwargs)}")
+    return {key: plain(value) for key, value in kwargs.items() if value is not None}
 
 
 def check_request_id(request_id: object) -> str:

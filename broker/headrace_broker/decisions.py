@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
+from headrace_broker.call_rules import given_of
 from headrace_broker.errors import InvalidRequestError
 from headrace_broker.results import ErrorInfo, Usage
 from headrace_broker.streams.events import EndEvent
 from headrace_wire import chat
 from headrace_wire.questions import decide_problems
-from headrace_wire.values import plain, shown
 
 DECIDE_TASK: Final = "headrace.decide"
 
@@ -29,9 +29,7 @@ class DecideRequest:
 
         Raises InvalidRequestError, which names every problem at once.
         """
-        if not isinstance(kwargs, Mapping):
-            raise InvalidRequestError(f"the request must be a map, got {shown(kwargs)}")
-        given = {key: plain(value) for key, value in kwargs.items() if value is not None}
+        given = given_of(kwargs)
         if problems := decide_problems(given):
             raise InvalidRequestError(problems)
         about = given["input"]

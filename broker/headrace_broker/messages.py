@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
+from headrace_broker.call_rules import given_of
 from headrace_broker.decisions import DECIDE_TASK
 from headrace_broker.errors import InvalidRequestError
 from headrace_broker.pooling_messages import TASK_OF
@@ -15,7 +16,6 @@ from headrace_wire import chat
 from headrace_wire.chat import CHAT_OPTIONS
 from headrace_wire.request import REQUEST_KEYS, request_problems
 from headrace_wire.sampling import as_sent
-from headrace_wire.values import plain, shown
 
 TASK_NAME: Final = "headrace.generate"
 TASK_NAMES: Final = (TASK_NAME, DECIDE_TASK, *TASK_OF)
@@ -46,9 +46,7 @@ class GenerateRequest:
 
         Raises InvalidRequestError, which names every problem at once.
         """
-        if not isinstance(kwargs, Mapping):
-            raise InvalidRequestError(f"the request must be a map, got {shown(kwargs)}")
-        given = {key: plain(value) for key, value in kwargs.items() if value is not None}
+        given = given_of(kwargs)
         if problems := request_problems(given):
             raise InvalidRequestError(problems)
         return cls(

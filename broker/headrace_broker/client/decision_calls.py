@@ -53,6 +53,13 @@ def decision_call(
     except InvalidRequestError as error:
         problems += error.problems
         request = DecideRequest("", [])
+    return checked_decision_call(request, options, problems, default_model)
+
+
+def checked_decision_call(
+    request: DecideRequest, options: Mapping[str, Any], problems: list[str], default_model: str | None
+) -> DecisionCall:
+    """Check the options of a call whose request is checked. Raises InvalidRequestError after `problems`."""
     submission = submission_of(request, cast("SubmitRequest", options), problems, default_model=default_model)
     return DecisionCall([submission])
 

@@ -134,7 +134,8 @@ def read_line(raw: bytes) -> BatchLine:
         if name not in _FIELDS:
             raise invalid(f"unknown field {name[:64]!r}", code=GatewayCode.UNSUPPORTED_PARAMETER, param=name[:64])
     digest = hashlib.blake2b(_ENCODE([custom_id, url, body]), digest_size=16).hexdigest()
-    num_inputs = _num_inputs(body) if isinstance(ENDPOINTS[url], PoolingApi) and url != "/v1/decisions" else 0
+    api = ENDPOINTS[url]
+    num_inputs = _num_inputs(body) if isinstance(api, PoolingApi) and api.task != "decide" else 0
     return BatchLine(custom_id, url, model_named(body), f"batch_req_{digest}", raw, num_inputs)
 
 

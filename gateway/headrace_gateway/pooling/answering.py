@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 from typing import Any, Final
 
 from headrace_broker import AsyncClient, QueueUnavailableError, RequestFailedError, StreamExpiredError
-from headrace_broker.client.decision_calls import WholeCall, decision_call
+from headrace_broker.client.decision_calls import WholeCall, checked_decision_call
 from headrace_broker.client.pooling_calls import pooling_call
-from headrace_broker.decisions import Decided
+from headrace_broker.decisions import Decided, DecideRequest
 from headrace_broker.pooling_results import Pooled
 from headrace_broker.streams.events import EndEvent, StartEvent
 from headrace_broker.streams.hub import StreamHub, Subscription
@@ -35,8 +35,10 @@ def call_of(body: PoolingBody, options: Mapping[str, Any], key: ApiKey) -> Whole
         options: fields of `QueueOptions`; `model` is required.
     """
     if body.task == "decide":
-        given, own = body.given, {**body.options, "cache_salt": key.cache_salt}
-        return decision_call(given["input"], given["questions"], {**options, **own}, None)
+        # `read_decision` has checked it, for a large body in another process
+        request = DecideRequest(**body.given, lora=body.options["lora"])
+        own = {"prefix_key": body.options["prefix_key"], "cache_salt": key.cache_salt}
+        return checked_decision_call(request, {**options, **own}, [], None)
     return pooling_call(body.task, body.inputs, {**body.queue_options, **options}, None)
 
 

@@ -39,6 +39,10 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write all figures there")
     parser.add_argument("--plot", metavar="FILE", help="draw TTFT p99 at load 0.9 there, as SVG")
     args = parser.parse_args()
+    if not 0 < args.load <= 2:
+        parser.error(f"--load must be above 0 and at most 2, got {args.load:g}")
+    if not 10 <= args.seconds <= 3600:
+        parser.error(f"--seconds must be from 10 to 3600, got {args.seconds:g}")
     if args.real is not None:
         from fleet_model import agreement  # it needs the tests' programs
 

@@ -45,9 +45,9 @@ class Plan:
     quantum: int = FETCH_QUANTUM
     step_tokens: int = 2048
     cost: StepCost = field(default_factory=StepCost)
-    intake_seconds: float = 0.005
+    intake_seconds: Sequence[float] = (0.005,)
     """From the message until the engine has the request: for a queue to fetch it, for a router to send it, and for both
-    to prepare it."""
+    to prepare it. Each request gets a random one of these times."""
     publish_seconds: float = 0.001
     """From the end of a step until the client has its token."""
     slow_share: float = 0.0
@@ -80,7 +80,8 @@ class Fleet:
     def __init__(self, plan: Plan, seed: int) -> None:
         self.plan = plan
         self.now = 0.0
-        self._random, self._faults = Random(seed), Random(seed)  # the same faults under each policy
+        # the same faults and intakes under each policy
+        self._random, self._faults, self._intakes = Random(seed), Random(seed), Random(seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
         self.workers = [self._worker(number) for number in range(plan.num_workers)]
@@ -152,7 +153,7 @@ class Fleet:
             return
         request.worker = self._router.choose(request, self.now)
         self._router.sent(request)
-        self._take(self.workers[request.worker], [request], self.plan.intake_seconds)
+        self._take(self.workers[request.worker], [request])
 
     def _wake(self, worker: SimulatedWorker) -> None:
         self._at(self.now, partial(self._on_wake, worker))
@@ -166,17 +167,18 @@ class Fleet:
         for request in taken:
             if request.session >= 0:
                 worker.remember(request.session, PREFIXES_KEPT)
-        self._take(worker, taken, self.plan.intake_seconds)
+        self._take(worker, taken)
         self._wait(worker)
 
     def _wait(self, worker: SimulatedWorker) -> None:
         if self.plan.pulls and worker.free_slots() > 0:
             self.queue.wait(worker)
 
-    def _take(self, worker: SimulatedWorker, requests: Sequence[Request], seconds: float) -> None:
+    def _take(self, worker: SimulatedWorker, requests: Sequence[Request]) -> None:
         for request in requests:
             request.worker = worker.number
             worker.preparing[request] = None
+            seconds = self._intakes.choice(self.plan.intake_seconds)
             self._at(self.now + seconds, partial(self._on_prepared, worker, request))
 
     def _on_prepared(self, worker: SimulatedWorker, request: Request) -> None:

@@ -25,9 +25,9 @@ class SimulatedWorker:
 
     def free_slots(self) -> int:
         """Return how many messages a fetch may take now, as `Admission.free_slots` does."""
-        if self.is_dead or self.engine.num_waiting:
-            return 0
         credit, quantum = self.token_credit, self.quantum
+        if self.is_dead or (self.engine.num_waiting and credit is None):  # requests to embed wait there by design
+            return 0
         if credit is not None:
             quantum = max(quantum, credit.step_messages)
         room = fetch_quantum.choices_to_fetch(

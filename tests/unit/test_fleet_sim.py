@@ -27,7 +27,7 @@ BURSTS = replace(CASE, slots=64, burst=20)
 
 def only_steps(policy: str, num_workers: int, slots: int = 8, **options: object) -> Plan:
     """Return a fleet in which nothing but steps takes time, each `STEP` seconds."""
-    plan = Plan(policy, num_workers, slots, cost=StepCost(STEP, 0.0, 0.0), intake_seconds=0.0, publish_seconds=0.0)
+    plan = Plan(policy, num_workers, slots, cost=StepCost(STEP, 0.0, 0.0), intake_seconds=[0.0], publish_seconds=0.0)
     return replace(plan, **options)  # type: ignore[arg-type]
 
 
@@ -100,7 +100,7 @@ def test_a_router_sends_the_requests_of_a_dead_worker_again_from_their_beginning
 @pytest.mark.parametrize(("policy", "most"), [(PULL, 20), (QUANTUM, 9)])
 def test_a_quantum_divides_a_burst(policy: str, most: int) -> None:
     requests = some(20)
-    Fleet(replace(only_steps(policy, 4, slots=64), intake_seconds=0.01), 1).run(requests)
+    Fleet(replace(only_steps(policy, 4, slots=64), intake_seconds=[0.01]), 1).run(requests)
     shares = [sum(request.worker == number for request in requests) for number in range(4)]
     assert sum(shares) == 20
     assert max(shares) <= most
@@ -132,6 +132,14 @@ def test_the_simulation_follows_the_products_rule_for_embeddings(monkeypatch: py
     before = simulate(case, QUANTUM, 1)["ttft_ms_p50"]
     monkeypatch.setattr("headrace_workers.requests.token_credit.TokenCredit.messages", lambda *_: 1)
     assert simulate(case, QUANTUM, 1)["ttft_ms_p50"] != before
+
+
+@pytest.mark.parametrize("embeds", [False, True])
+def test_requests_that_wait_in_the_engine_stop_a_worker_only_if_its_model_generates(embeds: bool) -> None:
+    [worker] = Fleet(only_steps(QUANTUM, 1, embeds=embeds), 1).workers
+    assert worker.free_slots() > 0
+    worker.engine.num_waiting = 1
+    assert (worker.free_slots() > 0) == embeds
 
 
 def test_affinity_reads_its_limits_from_the_fetch_script() -> None:

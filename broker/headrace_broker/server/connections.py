@@ -28,6 +28,7 @@ _OF_ALL_KEYS: Final = re.compile(r"(?!WRONGTYPE )[A-Z]{3,} |ACL failure|[Uu]nkno
 
 _OPTIONS: Final[dict[str, Any]] = {
     "protocol": 2,  # its replies have the same shape in every redis-py version and in Lua
+    "max_connections": 10_000,  # a call that waits for a stream holds one, and redis-py refuses the 101st
     "socket_connect_timeout": 5.0,
     "socket_timeout": 2 * BLOCK_SECONDS,
     "driver_info": redis.DriverInfo(),  # shared: else each connection reads redis-py's version from the disk

@@ -51,6 +51,17 @@ async def test_subscribers_wait_without_blocking_the_event_loop(client: AsyncCli
     assert await asyncio.gather(*readers) == [["tok"], ["tok"]]
 
 
+async def test_several_hundred_calls_may_wait_at_once(client: AsyncClient, redis_client: "redis.Redis") -> None:
+    ids = await client.submit_many({"prompt": str(number)} for number in range(300))
+    calls = [asyncio.create_task(client.result(request_id, timeout=30)) for request_id in ids]
+    while len(redis_client.pubsub_channels()) < len(ids) and not any(call.done() for call in calls):
+        await asyncio.sleep(0.01)
+    for request_id in ids:
+        assert await client.cancel(request_id)
+    results = await asyncio.gather(*calls)
+    assert [result.request_id for result in results] == ids
+
+
 async def test_a_stream_is_resumed(client: AsyncClient, writer: StreamWriter) -> None:
     writer.claim("r", "w")
     writer.publish([StreamWrite.chunk("r", 1, n, index=0, token_ids=[n], text=str(n)) for n in (1, 2)])

@@ -14,7 +14,6 @@ from chaos.model import save_chaos_model
 from chaos.site import Site
 from service.servers import OLDEST_PROGRAMS
 
-
 SHORT_FAULTS = 6
 ENDING = {"cancel_requests", "pass_deadlines", "send_poison"}
 """Faults that end requests before their end."""

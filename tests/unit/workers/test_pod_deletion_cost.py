@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import structlog
 
+from headrace_workers.celery.pod_deletion_cost import ANNOTATION, PodDeletionCost
 from headrace_workers.errors import WorkerSettingsError
-from headrace_workers.pod_deletion_cost import ANNOTATION, PodDeletionCost
 
 SECONDS = 30.0
 """Only a failure waits so long."""

@@ -30,11 +30,11 @@ from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.logging import frames, process_fields
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.tracing import make_tracer_provider
+from headrace_workers.celery.pod_deletion_cost import INTERVAL_SECONDS, PodDeletionCost
 from headrace_workers.celery.queue_gauges import QueueGauges
 from headrace_workers.engine_link.adapters import Adapters
 from headrace_workers.engine_link.supervisor import EngineSupervisor
 from headrace_workers.long_lived_objects import exempt_long_lived_objects
-from headrace_workers.pod_deletion_cost import INTERVAL_SECONDS, PodDeletionCost
 from headrace_workers.preparation.answer_formats import AnswerFormats
 from headrace_workers.preparation.preparer_process import PreparerProcess
 from headrace_workers.preparation.tokenizer_service import TokenizerService

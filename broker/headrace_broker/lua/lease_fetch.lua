@@ -181,8 +181,10 @@ local function sort(list)
       forget(id)
       known = false
     end
-    local tenant, prefix, request, choices
-    if id and (has_same_id or not known) then tenant, prefix, request, choices = tenant_of(body) end
+    local tenant, prefix, request, choices, deadline
+    if id and (has_same_id or not known) then
+      tenant, prefix, request, choices, deadline = tenant_of(body)
+    end
     local first = has_same_id and id or request and holder_of(request)
     if not id then
       dead_letter_too_large(body, list)
@@ -201,7 +203,7 @@ local function sort(list)
       if has_problem(problem_of(tenant_ids_key(list, tenant), 'zset')) then return end
       local record = {
         list = list, level = list, tenant = tenant, since = since, prefix = prefix, request = request, sorted = microseconds,
-        choices = choices,
+        choices = choices, deadline = deadline,
       }
       if is_over and mode == 'sort only' then return end -- a later fetch refuses it
       redis.call('HSET', LEASE_BODIES, id, body)

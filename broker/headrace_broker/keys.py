@@ -140,6 +140,12 @@ def tenant_ids_key(list_name: str, tenant: str) -> str:
 
 
 @KEYS.built("zset", _WORKER, _WAITING)
+def tenant_deadlines_key(list_name: str, tenant: str) -> str:
+    """The lease ids of one tenant's sorted messages of this list that have `expires`, by that time in microseconds."""
+    return f"headrace:ready:deadlines-of:{list_name}\x06{tenant}"
+
+
+@KEYS.built("zset", _WORKER, _WAITING)
 def tenants_key(list_name: str) -> str:
     """The tenants with sorted messages of this list, by service: tokens divided by weight."""
     return f"headrace:ready:tenants:{list_name}"

@@ -21,10 +21,12 @@ from headrace_broker.keys import (
     deadlines_key,
     queue_lists,
     sorted_ids_key,
+    tenant_deadlines_key,
     tenant_ids_key,
     waiting_key,
 )
 from headrace_broker.queue.dead_letters import dead_letters, purge, requeue
+from headrace_broker.queue.fair_share import DEADLINE, FAIR, FairShare
 from headrace_broker.queue.leases import Leases
 from headrace_broker.queue.levels import QueueLevelReader
 from headrace_broker.server.connections import connect
@@ -55,8 +57,8 @@ def url_of(client: "redis.Redis") -> str:
     return f"redis://{options['host']}:{options['port']}/0"
 
 
-def make_leases(client: "redis.Redis") -> Leases:
-    return Leases(client, lease_seconds=60, delivery_limit=100)
+def make_leases(client: "redis.Redis", order: str = FAIR) -> Leases:
+    return Leases(client, lease_seconds=60, delivery_limit=100, fair_share=FairShare(order=order))
 
 
 class Scene:
@@ -66,7 +68,7 @@ class Scene:
         client.flushall()
         self.client = client
         self.holder = make_leases(client)
-        self.other = make_leases(client)
+        self.other = make_leases(client, DEADLINE)
         self.acked: set[bytes] = set()
         self._number = 0
         self.messages: set[bytes] = set()
@@ -90,7 +92,7 @@ class Scene:
     def _push(self, step: int, *tenants: str) -> None:
         for tenant in tenants:
             self._number += 1
-            deadline = {"expires": f"{2100 - self._number}-01-01T00:00:00Z"} if self._number % 3 else {}
+            deadline = {"expires": f"{2100 - self._number}-01-01T00:00:00Z"} if self._number % 5 else {}
             body = envelope(f"message-{self._number}", tenant, id=f"request-{self._number}", **deadline)
             self.messages.add(body.encode())
             self.client.lpush(LISTS[step], body)
@@ -166,7 +168,7 @@ def test_no_message_is_lost_while_a_key_has_the_wrong_type(client: "redis.Redis"
     assert {LEASES_KEY, LEASE_BODIES_KEY, LEASE_META_KEY, LEASE_DELIVERIES_KEY, LEASE_RECORDS_KEY} <= set(keys)
     assert LEASE_REQUESTS_KEY in keys
     assert {DEAD_LETTERS_KEY, waiting_key(QUEUE), tenant_ids_key(QUEUE, "a"), queue_lists(QUEUE)[2]} <= set(keys)
-    assert deadlines_key(QUEUE) in keys
+    assert {deadlines_key(QUEUE), tenant_deadlines_key(QUEUE, "a")} <= set(keys)
     for key in keys:
         for kind in PUT:
             scene = Scene(client)

@@ -12,7 +12,7 @@ VLLM_VENV := .venv-vllm-$(VLLM_VERSION)
 # most modules are never imported; Python compiles the others when they are
 QUIET := --quiet --disable-pip-version-check --no-compile
 
-.PHONY: help demo test bytecode test-all mutations test-xla test-vllm test-triton triton browser model lint ops-tools packages check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz minilm gguf schemas tool-oracle conformance clients comply chaos chaos-batch hostile load fleet-idle fleet-burst attacks stack systemd venv clean
+.PHONY: help demo test bytecode test-all mutations test-xla test-vllm test-triton triton browser model lint ops-tools packages check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz minilm gguf schemas tool-oracle conformance clients comply chaos chaos-batch hostile load fleet-idle fleet-burst fleet-sim attacks stack systemd venv clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -104,7 +104,7 @@ lint: $(STAMP) ## ruff, mypy (strict), the import contracts, calls in benchmarks
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@MYPYPATH=benchmarks:tests $(BIN)/mypy $(BENCHMARK_TYPES) benchmarks/*.py
+	@MYPYPATH=benchmarks:tests $(BIN)/mypy $(BENCHMARK_TYPES) benchmarks/*.py benchmarks/fleet_model/*.py
 	@$(BIN)/lint-imports --no-logo || $(BIN)/lint-imports
 	@$(BIN)/python docs/reference/generate.py --check
 	@$(BIN)/python deploy/redis/generate.py --check
@@ -201,6 +201,9 @@ fleet-idle: $(STAMP) ## what idle workers cost Redis, and how many of them one m
 
 fleet-burst: $(STAMP) ## how 40 requests at once spread over four idle workers, and how long their first tokens take
 	@cd tests && ../$(BIN)/python -m fleet.burst
+
+fleet-sim: $(STAMP) ## a simulated fleet of 10 to 1,000 workers that pull, beside routers that push; minutes
+	@$(BIN)/python benchmarks/fleet_sim.py
 
 attacks: $(STAMP) ## what a tenant notices while another one attacks the gateway: six attacks of half a minute each
 	@cd tests && ../$(BIN)/python -m load.attacks

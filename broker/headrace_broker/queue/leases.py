@@ -30,7 +30,8 @@ _REAPED_AT_ONCE: Final = 500
 _PURGED_AT_ONCE: Final = 500
 _REFUSED_AT_ONCE: Final = 100
 """One fetch returns at most about this many messages over a quota, as the worker has to refuse each of them."""
-_PREFIXES_KEPT: Final = 64
+PREFIXES_KEPT: Final = 64
+"""With prefix affinity: of so many latest prefixes a process prefers messages."""
 _LONGEST_PREFIX: Final = 32
 """In characters; the same as in `lua/tenant_prelude.lua`."""
 _SORT_ROUNDS: Final = 30
@@ -255,7 +256,7 @@ class Leases:
         if self._fair_share.prefix_affinity:
             self._prefixes.pop(prefix, None)
             self._prefixes[prefix] = None
-            while len(self._prefixes) > _PREFIXES_KEPT:
+            while len(self._prefixes) > PREFIXES_KEPT:
                 del self._prefixes[next(iter(self._prefixes))]
 
     def held(self) -> dict[str, Any]:

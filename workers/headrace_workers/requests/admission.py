@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import structlog
 from celery.worker.state import task_ready, task_reserved
@@ -36,6 +36,7 @@ from headrace_workers.preparation.pooling_intake import PreparedInputs
 from headrace_workers.preparation.preparation import POSTPONE_SECONDS, Preparation, PreparationError, Preparing
 from headrace_workers.preparation.preparer_process import MakeProcess
 from headrace_workers.requests.engine_watch import EngineWatch
+from headrace_workers.requests.fetch_quantum import choices_to_fetch
 from headrace_workers.requests.job import Job
 from headrace_workers.requests.preemption import Preemption
 from headrace_workers.requests.service_state import ServedModel, ServiceState
@@ -45,11 +46,6 @@ from headrace_workers.requests.token_credit import BYTES_PER_TOKEN, TokenCredit
 from headrace_workers.requests.tracing import RequestTracing
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
-
-
-_PREPARED_QUANTA: Final = 2
-"""Messages of so many fetches are prepared at once. Those that are refused never reach the engine: with one fetch at a
-time they are refused half as fast. With four, one worker takes half of a burst of 40."""
 
 
 class Admission:
@@ -112,17 +108,21 @@ class Admission:
         reaches all idle workers: each takes a few messages, and the next ones when its engine begins a step. A worker
         of a pooling model may take the messages of one step, which are many if they are short.
         """
-        num_preparing = self.preparation.num_choices
-        room = self._model.max_num_seqs - num_preparing - self._in_flight.slots_used
-        # Called many times a second, so the cheap checks come first.
-        if self._engine.num_waiting or room <= 0 or self._takes_nothing:
-            return 0
         quantum = self._model.fetch_quantum
         if self._credit is not None:
             quantum = max(quantum, self._credit.step_messages)
-        room = min(room, quantum - self._in_flight.num_for_next_step, _PREPARED_QUANTA * quantum - num_preparing)
-        if self._credit is None or room <= 0:
-            return max(0, room)
+        room = choices_to_fetch(
+            max_num_seqs=self._model.max_num_seqs,
+            quantum=quantum,
+            slots_used=self._in_flight.slots_used,
+            num_preparing=self.preparation.num_choices,
+            num_for_next_step=self._in_flight.num_for_next_step,
+        )
+        # Called many times a second, so the cheap checks come first.
+        if self._engine.num_waiting or room <= 0 or self._takes_nothing:
+            return 0
+        if self._credit is None:
+            return room
         return min(room, self._credit.messages(self._backlog(), len(self._in_flight) + len(self.preparation)))
 
     def _backlog(self) -> int:

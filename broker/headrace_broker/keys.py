@@ -140,9 +140,21 @@ def tenant_ids_key(list_name: str, tenant: str) -> str:
 
 
 @KEYS.built("zset", _WORKER, _WAITING)
+def tenant_deadlines_key(list_name: str, tenant: str) -> str:
+    """The lease ids of one tenant's sorted messages of this list that have `expires`, by that time in microseconds."""
+    return f"headrace:ready:deadlines-of:{list_name}\x06{tenant}"
+
+
+@KEYS.built("zset", _WORKER, _WAITING)
 def tenants_key(list_name: str) -> str:
     """The tenants with sorted messages of this list, by service: tokens divided by weight."""
     return f"headrace:ready:tenants:{list_name}"
+
+
+@KEYS.built("zset", _WORKER, _WAITING)
+def deadlines_key(queue: str) -> str:
+    """The lease ids of the sorted messages of this queue that have `expires`, by that time in unix microseconds."""
+    return f"headrace:ready:deadlines:{queue}"
 
 
 @KEYS.built("zset", _WORKER, _WAITING)
@@ -265,7 +277,7 @@ def step_of(list_name: str) -> int:
 def queue_key_types(queue: str) -> dict[str, RedisType]:
     """Return the type of each key that all messages of a queue need. Keys of single tenants are not included."""
     lists = queue_lists(queue)
-    of_queue = (reaper_key, deputy_key, waiting_key, delayed_tenants_key, costs_key, wake_up_key)
+    of_queue = (reaper_key, deputy_key, waiting_key, deadlines_key, delayed_tenants_key, costs_key, wake_up_key)
     of_lists = (arrived_key, sorted_ids_key, held_key, delayed_key, tenants_key, served_key)
     fixed = [key for key in KEYS if not key.parts and key.name not in ("models", "probe")]
     return (

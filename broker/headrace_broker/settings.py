@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from headrace_broker.errors import SettingsError
-from headrace_broker.queue.fair_share import parse_weights
+from headrace_broker.queue.fair_share import FAIR, ORDERS, parse_weights
 from headrace_broker.server.url import ServerUrl
 from headrace_wire import environment
 from headrace_wire.option import option, options_of, problems_of
@@ -70,6 +70,12 @@ class BrokerSettings:
     prefix_affinity: bool = option(
         False, "Among the next tenant's requests, a worker prefers a prompt that begins like one that it ran recently."
     )
+    order: str = option(
+        FAIR,
+        "Order of a tenant's requests: fair takes them as they arrived; deadline takes the one that expires first, and "
+        "those without expires last.",
+        choices=ORDERS,
+    )
     tenant_weights: str = option(
         "",
         "Shares of a queue, in tokens, for some tenants, such as acme=4,beta=0.5; other tenants have 1.",
@@ -79,6 +85,8 @@ class BrokerSettings:
     def __post_init__(self) -> None:
         object.__setattr__(self, "redis_url", ServerUrl.parse(self.redis_url).text)
         problems = problems_of(self)
+        if self.order not in ORDERS:
+            problems.append(f"order must be {' or '.join(ORDERS)}, got {self.order!r}")
         try:
             parse_weights(self.tenant_weights)
         except ValueError as error:

@@ -16,6 +16,7 @@ import redis
 
 from headrace_broker.keys import queue_name
 from headrace_broker.models.registry import RegisteredModel, known_models
+from headrace_broker.queue.deadlines import read_earliest_slack
 from headrace_broker.queue.levels import QueueLevelReader
 from headrace_broker.queue.outstanding_tokens import read_outstanding_tokens
 from headrace_broker.queue.unread_lists import UnreadListSearch, separated_lists
@@ -181,6 +182,7 @@ class Exporter:
                 last_seen=registered[name].seen if name in registered else None,
                 outstanding_tokens=read_outstanding_tokens(self._client, queue_name(name)),
                 tokens_per_second=registered[name].tokens_per_second if name in registered else None,
+                earliest_slack_seconds=read_earliest_slack(self._client, queue_name(name)),
             )
             for name, queue in zip(names, levels.values(), strict=True)
         ]

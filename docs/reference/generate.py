@@ -192,6 +192,7 @@ def _exporter_registry() -> Collector:
         last_seen=0.0,
         outstanding_tokens={"waiting": 0.0, "leased": 0.0},
         tokens_per_second=0.0,
+        earliest_slack_seconds=0.0,
     )
     redis = RedisLevels(
         memory_used_bytes=0,

@@ -67,6 +67,7 @@ def capabilities(engine: "LLMEngine", config: "EngineConfig", version: str, exac
         **limits,
         temperature_range=_TEMPERATURES,
         prompt_logprobs=True,
+        logprob_token_ids=True,
         structured_outputs=STRUCTURED_OUTPUTS if grammars else (),
         repetition_detection=True,
         min_tokens=True,

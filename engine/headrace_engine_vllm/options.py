@@ -127,7 +127,7 @@ def vllm_options(config: "EngineConfig") -> dict[str, Any]:
         "dtype": model.dtype,
         "max_model_len": model.max_model_len,
         "trust_remote_code": model.trust_remote_code,
-        "max_logprobs": model.max_logprobs,
+        "max_logprobs": -1,  # Headrace checks its own limit; `logprob_token_ids` need the whole vocabulary
         "quantization": model.quantization,
         "enforce_eager": model.enforce_eager or None,
         "generation_config": model.generation_config,

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 from headrace_engine.core.outputs import EngineCoreOutput
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput as VLLMOutput
     from vllm.v1.request import Request
 
+    from headrace_engine.requests.sampling_params import SamplingParams as OurSamplingParams
     from headrace_engine.runner.contracts import TokenLogprobs
 
 _SAME: Final = (
@@ -25,11 +27,12 @@ _SAME: Final = (
     "min_p",
     "max_tokens",
     "min_tokens",
-    "logprobs",
     "logit_bias",
     "allowed_token_ids",
 )
 _NO_SEED: Final = -1
+_ALL: Final = -1
+"""vLLM's number of log-probabilities for those of the whole vocabulary."""
 _REASONS: Final = tuple(FinishReason(name) for name in ("stop", "length", "abort", "error", "repetition"))
 """In the order of vLLM's numbers for finish reasons."""
 
@@ -55,6 +58,8 @@ def sampling_params(message: EngineCoreRequest, grammar: StructuredOutputsParams
         values["repetition_detection"] = RepetitionDetectionParams(**asdict(given.repetition_detection))
     params = SamplingParams(
         **values,
+        # vLLM has `logprob_token_ids` too, but gives such a request the log-probabilities that its neighbours ask for
+        logprobs=_ALL if given.logprob_token_ids else given.logprobs,
         structured_outputs=grammar,
         temperature=0.0 if given.is_greedy else given.temperature,
         # the end of the grammar ends the output: vLLM would continue without a grammar
@@ -79,10 +84,7 @@ def output_of(request: HeldRequest, theirs: "VLLMOutput", eos_token_ids: frozens
         cached = theirs.prefill_stats.num_cached_tokens
         output.num_cached_tokens = min(cached, len(request.message.prompt_token_ids))
     if theirs.new_logprobs is not None:
-        lists, wanted = theirs.new_logprobs, request.message.sampling_params.logprobs
-        positions = _positions(lists.logprob_token_ids, lists.logprobs, lists.sampled_token_ranks)
-        # vLLM returns the same number of entries for all requests of a batch, the largest one asked for. -1: all.
-        output.logprobs = positions if wanted == -1 else [_likeliest(position, wanted or 0) for position in positions]
+        output.logprobs = _logprobs(theirs.new_logprobs, request.message.sampling_params)
     if theirs.new_prompt_logprobs_tensors is not None:
         output.prompt_logprobs = _positions(*theirs.new_prompt_logprobs_tensors[:3])
     if theirs.finish_reason is not None:
@@ -110,6 +112,29 @@ def _why_it_failed(request: HeldRequest) -> str:
     if isinstance(grammar, Exception):
         return f"structured_outputs: vLLM cannot compile the grammar: {sentence_of(grammar)}"
     return NOTHING_MAY_FOLLOW
+
+
+def _logprobs(lists: Any, params: "OurSamplingParams") -> "list[TokenLogprobs]":
+    """Return what the request asked for. vLLM returns as many entries for all requests of a batch as one asks for."""
+    ids, logprobs, ranks = lists.logprob_token_ids, lists.logprobs, lists.sampled_token_ranks
+    if params.logprob_token_ids is not None:
+        named = list(dict.fromkeys(params.logprob_token_ids))
+        rows = zip(ids, logprobs, ranks.tolist(), strict=True)
+        return [_named(*row, named) for row in rows]
+    wanted = params.logprobs or 0
+    if wanted == _ALL:
+        return _positions(ids, logprobs, ranks)
+    found = _positions(ids[:, : wanted + 1], logprobs[:, : wanted + 1], ranks)
+    return [_likeliest(position, wanted) for position in found]
+
+
+def _named(ids: Any, logprobs: Any, rank: int, named: list[int]) -> "TokenLogprobs":
+    """Return the drawn token, then the named ones, from the row of the whole vocabulary."""
+    places = np.empty(int(ids.max()) + 1, dtype=np.int64)
+    places[ids[1:]] = np.arange(1, len(ids))
+    drawn = int(ids[0])
+    others = [(each, int(places[each])) for each in named if each != drawn]
+    return [(drawn, float(logprobs[0]), rank)] + [(each, float(logprobs[place]), place) for each, place in others]
 
 
 def _positions(ids: Any, logprobs: Any, ranks: Any) -> "list[TokenLogprobs]":

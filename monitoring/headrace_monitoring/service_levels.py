@@ -45,6 +45,9 @@ class ModelLevels:
     tokens_per_second: float | None
     """Tokens that one busy worker computes in a second; None: no worker has measured it."""
 
+    earliest_slack_seconds: float | None
+    """Time until the first waiting message expires, negative if it has; None: no waiting message has a deadline."""
+
     @property
     def outstanding_seconds(self) -> float | None:
         """Time in which one worker computes the outstanding tokens; None if it is unknown. No tokens take no time."""
@@ -204,6 +207,11 @@ class ServiceExposition(Collector):
             "outstanding_worker_seconds",
             "Time in which one worker computes the outstanding tokens. Absent: its speed or their number is unknown.",
             [(labels, seconds) for labels, model in of if (seconds := model.outstanding_seconds) is not None],
+        )
+        yield _gauge(
+            "earliest_slack_seconds",
+            "Time until the earliest deadline of the waiting messages; negative: it has passed. Absent: none has one.",
+            [(labels, slack) for labels, model in of if (slack := model.earliest_slack_seconds) is not None],
         )
         yield _gauge(
             "model_last_seen_timestamp_seconds",

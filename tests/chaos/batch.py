@@ -23,11 +23,12 @@ import openai
 
 from chaos import faults
 from chaos.model import save_chaos_model
+from chaos.pooling import save_pooling_model
 from chaos.site import Site
+from engine.pooling.tiny_pooling_models import words
 from service.gateway.batch_process import HEADRACE, read_lines, write_input
 from service.gateway.gateway_process import GatewayProcess
 
-URL: Final[Any] = "/v1/completions"
 END_SECONDS: Final = 3600.0
 _SILENCE_SECONDS: Final = 300.0
 """Without a new answer for so long, a run is given up."""
@@ -51,12 +52,27 @@ class Account:
     problems: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Workload:
+    """The lines of a batch.
+
+    Attributes:
+        answer: key of an answer's body that does not differ from run to run.
+    """
+
+    url: Any
+    save_model: Callable[[Path], str]
+    bodies: Callable[[int], Iterable[dict[str, Any]]]
+    answer: str
+
+
 class Runner:
     """One way to run a batch, to be disturbed."""
 
-    def __init__(self, site: Site, source: Path) -> None:
+    def __init__(self, site: Site, source: Path, url: Any) -> None:
         self.site = site
         self.source = source
+        self.url = url
 
     def begin(self) -> None: ...
 
@@ -86,7 +102,7 @@ class HttpRunner(Runner):
         client = self._client(0)
         with self.source.open("rb") as file:
             uploaded = client.files.create(file=file, purpose="batch")
-        made = client.batches.create(input_file_id=uploaded.id, endpoint=URL, completion_window="24h")
+        made = client.batches.create(input_file_id=uploaded.id, endpoint=self.url, completion_window="24h")
         self._id = made.id
         self._last = made
 
@@ -201,7 +217,7 @@ class CommandRunner(Runner):
 WAYS: Final[dict[str, type[Runner]]] = {"http": HttpRunner, "command": CommandRunner}
 
 
-def bodies(count: int) -> Iterable[dict[str, Any]]:
+def completions(count: int) -> Iterable[dict[str, Any]]:
     """Greedy and seeded requests, and some that a worker refuses."""
     for number in range(count):
         if number % _ERRORS_EVERY == _ERRORS_EVERY - 1:
@@ -217,10 +233,28 @@ def bodies(count: int) -> Iterable[dict[str, Any]]:
             }
 
 
-def run(way: str, site: Site, folder: Path, lines: int, seed: int, num_faults: int) -> tuple[Account, dict[str, Any]]:
+def embeddings(count: int) -> Iterable[dict[str, Any]]:
+    """Lines of 1 to 10 texts, and some with a text that is too long."""
+    draw, vocabulary = random.Random(5), words()
+    for number in range(count):
+        is_wrong = number % _ERRORS_EVERY == _ERRORS_EVERY - 1
+        lengths = [5000] if is_wrong else [draw.randrange(1, 20) for _ in range(1 + number % 10)]
+        texts = [" ".join(draw.choices(vocabulary, k=length)) for length in lengths]
+        yield {"model": "tiny", "input": texts, "encoding_format": "base64"}
+
+
+WORKLOADS: Final = {
+    "completions": Workload("/v1/completions", save_chaos_model, completions, "choices"),
+    "embeddings": Workload("/v1/embeddings", save_pooling_model, embeddings, "data"),
+}
+
+
+def run(
+    way: str, work: Workload, site: Site, folder: Path, lines: int, seed: int, num_faults: int
+) -> tuple[Account, dict[str, Any]]:
     """Run one batch, with a fault after each few answers; returns the answers by custom id, too."""
     folder.mkdir(parents=True, exist_ok=True)
-    runner = WAYS[way](site, write_input(folder / "in.jsonl", bodies(lines), URL))
+    runner = WAYS[way](site, write_input(folder / "in.jsonl", work.bodies(lines), work.url), work.url)
     account, draw, began = Account(way, lines), random.Random(seed), time.monotonic()
     site.wait_ready()
     runner.begin()
@@ -249,10 +283,12 @@ def run(way: str, site: Site, folder: Path, lines: int, seed: int, num_faults: i
     if account.problems:
         return account, {}
     site.wait_ready()
-    return account, _check(account, *runner.answers())
+    return account, _check(account, work.answer, *runner.answers())
 
 
-def _check(account: Account, output: list[dict[str, Any]], errors: list[dict[str, Any]]) -> dict[str, Any]:
+def _check(
+    account: Account, answer_key: str, output: list[dict[str, Any]], errors: list[dict[str, Any]]
+) -> dict[str, Any]:
     counts = Counter(answer["custom_id"] for answer in (*output, *errors))
     expected = {f"line-{number}" for number in range(account.lines)}
     account.answers, account.errors = len(output), len(errors)
@@ -264,18 +300,20 @@ def _check(account: Account, output: list[dict[str, Any]], errors: list[dict[str
     if len(errors) != wanted:
         some = [error for error in errors if error["error"] or error["response"]["status_code"] != 400][:3]
         account.problems.append(f"{len(errors)} errors, not {wanted}: {some}")
-    return {answer["custom_id"]: answer["response"]["body"]["choices"] for answer in output}
+    return {answer["custom_id"]: answer["response"]["body"][answer_key] for answer in output}
 
 
-def both(folder: Path, lines: int, seed: int, num_faults: int, ways: Iterable[str] = tuple(WAYS)) -> list[Account]:
+def both(
+    folder: Path, work: Workload, lines: int, seed: int, num_faults: int, ways: Iterable[str] = tuple(WAYS)
+) -> list[Account]:
     """Run the batch in each way; the answers must be the same."""
     settings = {"files": folder / "files", "batch_window": _WINDOW}
     logs = folder / "logs"
     logs.mkdir(parents=True)
     accounts, found = [], []
-    with Site(save_chaos_model(folder / "tiny"), logs, gateway_settings=settings) as site:
+    with Site(work.save_model(folder / "tiny"), logs, gateway_settings=settings) as site:
         for way in ways:
-            account, answers = run(way, site, folder / way, lines, seed, num_faults)
+            account, answers = run(way, work, site, folder / way, lines, seed, num_faults)
             accounts.append(account)
             found.append(answers)
     if len(found) > 1 and not any(account.problems for account in accounts):
@@ -287,6 +325,7 @@ def both(folder: Path, lines: int, seed: int, num_faults: int, ways: Iterable[st
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m chaos.batch", description=__doc__)
+    parser.add_argument("--workload", choices=sorted(WORKLOADS), default="completions")
     parser.add_argument("--lines", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=30, help="at most so many a batch")
@@ -295,11 +334,15 @@ def main() -> int:
     parser.add_argument("--logs", metavar="FOLDER", help="keep logs and files there")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        accounts = both(Path(options.logs or temporary), options.lines, options.seed, options.faults, options.ways)
+        folder, work = Path(options.logs or temporary), WORKLOADS[options.workload]
+        accounts = both(folder, work, options.lines, options.seed, options.faults, options.ways)
     for account in accounts:
         sys.stdout.write(json.dumps(asdict(account)) + "\n")
     if options.json:
-        text = json.dumps({"seed": options.seed, "batches": [asdict(each) for each in accounts]}, indent=1)
+        text = json.dumps(
+            {"workload": options.workload, "seed": options.seed, "batches": [asdict(each) for each in accounts]},
+            indent=1,
+        )
         Path(options.json).write_text(text)
     return 1 if any(account.problems for account in accounts) else 0
 

@@ -21,7 +21,7 @@ if any(word in sys.orig_argv for word in ("headrace_engine.core.child", "headrac
             add_request, step, poison = core.add_request, core.step, []
 
             def add(message):
-                poison.extend([message.request_id] * (message.prompt_token_ids == [13, 13, 13]))
+                poison.extend([message.request_id] * (getattr(message, "prompt_token_ids", None) == [13, 13, 13]))
                 add_request(message)
 
             def step_or_die():

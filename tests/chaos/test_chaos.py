@@ -1,34 +1,47 @@
-"""A short seeded cut of `make chaos`: every fault once."""
+"""A short seeded cut of `make chaos`: every fault once, of which a short run takes six."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from chaos.faults import FAULTS, kill_worker, restart_redis
+from chaos.faults import FAULTS, Fault, better_requests, kill_worker, restart_redis
 from chaos.harness import Harness, summary
 from chaos.model import save_chaos_model
 from chaos.site import Site
 from service.servers import OLDEST_PROGRAMS
 
+SHORT_FAULTS = 6
+ENDING = {"cancel_requests", "pass_deadlines", "send_poison"}
+"""Faults that end requests before their end."""
+
+
+@pytest.fixture
+def chosen(request: pytest.FixtureRequest) -> Sequence[Fault]:
+    """All faults, or in a short run those that its seed chooses."""
+    if not request.config.getoption("short"):
+        return FAULTS
+    return random.Random(request.config.getoption("randomly_seed", 0)).sample(FAULTS, SHORT_FAULTS)
+
 
 @pytest.mark.timeout(900)
-def test_whatever_breaks_no_request_is_lost_doubled_or_changed(tmp_path: Path) -> None:
+def test_whatever_breaks_no_request_is_lost_doubled_or_changed(chosen: Sequence[Fault], tmp_path: Path) -> None:
     with Site(save_chaos_model(tmp_path / "tiny"), tmp_path) as site:
         harness = Harness(site, seed=20)
         harness.learn()
-        rounds = harness.run(len(FAULTS), report=lambda _: None)
+        rounds = harness.run(len(chosen), report=lambda _: None, faults=chosen)
     assert [problem for done in rounds for problem in done.problems] == []
     total = summary(rounds)[-1]
     assert total["lost"] == total["broken"] == 0
-    assert total["attacks"] > len(FAULTS)
-    assert any("request preempted" in log.read_text() for log in tmp_path.glob("worker-*.log"))
-    cut = {line["fault"]: line["cut"] for line in summary(rounds)}
-    assert min(cut["cancel_requests"], cut["pass_deadlines"], cut["send_poison"]) > 0, (
-        "nothing was ended before its end"
-    )
-    assert total["resumed"] >= len(FAULTS), "the faults came when nothing ran"
+    assert total["attacks"] > len(chosen)
+    was_preempted = any("request preempted" in log.read_text() for log in tmp_path.glob("worker-*.log"))
+    assert was_preempted or better_requests not in chosen
+    uncut = [line["fault"] for line in summary(rounds) if line["fault"] in ENDING and not line["cut"]]
+    assert not uncut, "nothing was ended before its end"
+    assert total["resumed"] > 0, "the faults came when nothing ran"
 
 
 @pytest.mark.rotated

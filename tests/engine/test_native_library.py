@@ -6,8 +6,10 @@ import ctypes
 import logging
 import os
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +43,28 @@ def test_a_kernel_is_built_once(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(native_library, "_build", None)
     load()
     assert list(cache.iterdir()) == [kept]
+
+
+def test_processes_that_start_together_build_a_kernel_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    build, all_started = native_library._build, threading.Barrier(4)
+
+    def counted(name: str, *rest: Any) -> Path:
+        built.append(name)
+        return build(name, *rest)
+
+    def start() -> None:
+        all_started.wait()
+        load()
+
+    monkeypatch.setattr(native_library, "_build", counted)
+    threads = [threading.Thread(target=start) for _ in range(4)]  # each opens the folder by itself, as a process does
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(built) == 1
+    assert len(list(cache.iterdir())) == 1
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x7fELF", None], ids=["empty", "cut short", "another byte"])

@@ -101,6 +101,21 @@ def test_the_tokens_of_a_queue_are_exported_once_a_request_has_ended(
     assert value(exporter, "headrace_worker_tokens_per_second", model="one") == 50
 
 
+def test_the_time_until_the_earliest_deadline_is_exported_if_a_waiting_message_has_one(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    exporter = Exporter(redis_client, models=["one"], port=0)
+    queue = {"model": "one", "queue": "headrace.one"}
+    with Client(redis_server.url, check_model=False) as client:
+        client.submit("a", model="one")
+        exporter.poll()
+        assert b"headrace_earliest_slack_seconds{" not in exporter.exposition.exposition()
+        client.submit("b", model="one", expires=7200)
+    Leases(redis_client, lease_seconds=60, delivery_limit=3).fetch(queue_lists(queue_name("one")), 1)
+    exporter.poll()
+    assert 7000 < value(exporter, "headrace_earliest_slack_seconds", **queue) <= 7200
+
+
 def test_a_server_that_may_evict_keys_is_logged_once_and_exported(caplog: pytest.LogCaptureFixture) -> None:
     with make_server() as server, connect(server.url) as client:
         exporter = Exporter(client, port=0)

@@ -39,6 +39,7 @@ NOT_FOR_VLLM = {
     "engine": "chooses it",
     "engine_python": "runs it",
     "seed": "each request that has none gets one from the parent",
+    "max_logprobs": "the parent refuses requests; named log-probabilities need all of them",
     "max_num_queued_requests": "the parent refuses requests",
     "max_num_queued_tokens": "the parent refuses requests",
     "batch_invariant": "an environment variable of the child",

@@ -17,4 +17,5 @@ def test_vllm_keeps_every_promise_that_it_makes(options: dict[str, Any]) -> None
     assert {name: v.reason for name, v in found.items() if v.outcome is Outcome.FAILED} == {}
     unclaimed = [v.case for v in found.values() if v.outcome is Outcome.NOT_CLAIMED]
     # vLLM 0.31 does not resume a seed's draws; what vLLM does not count is left
-    assert {case.group for case in unclaimed if SAMPLED_RESUME not in case.needs} == {"statistics"}
+    groups = {case.group for case in unclaimed if SAMPLED_RESUME not in case.needs}
+    assert groups == {"statistics", "pooling"}  # the model of this test generates

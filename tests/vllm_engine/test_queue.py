@@ -11,12 +11,17 @@ from typing import Any
 
 import pytest
 
+from headrace_engine import LLM
 from service.servers import make_server
-from service.workers.service import Service, results
+from service.workers.service import QUEUE, Service, results
 from vllm_engine.conftest import BENCHMARKS
 from vllm_engine.driven_engine import DrivenEngine
 
 PATIENCE = 900.0
+QUESTIONS = [
+    {"type": "predicate", "instructions": "The mill is on the river."},
+    {"type": "score", "instructions": "How old?", "levels": [{"label": "new"}, {"label": "old"}, {"label": "ruin"}]},
+]
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 120}},
@@ -69,6 +74,20 @@ def test_a_request_goes_on_where_it_was_when_the_engine_is_killed(service: Servi
     logs = service.wait_ended([handle.id for handle in handles], PATIENCE)
     assert [logs[handle.id].content for handle in handles] == expected
     assert all(result["error"] is None for result in results(handles).values())
+
+
+def test_decisions_have_the_probabilities_of_headrace_s_engine(service: Service, options: dict[str, Any]) -> None:
+    given = {"input": "The mill stands on the river.", "questions": QUESTIONS}
+    beside = service.generate(max_tokens=20, logprobs=3)  # vLLM gives requests of a batch what one of them asks for
+    found = service.app.send_task("headrace.decide", kwargs=given, queue=QUEUE).get(timeout=PATIENCE)
+    (choice,) = results([beside])[beside.id]["outputs"]
+    assert {len(position) for position in choice["logprobs"]} <= {3, 4}
+    llm = LLM(options["model"], dtype="float32", max_model_len=1024, num_blocks=64)
+    expected = llm.decide(given["input"], QUESTIONS)["answers"]
+    llm.close()
+    assert [answer["type"] for answer in found["answers"]] == ["predicate", "score"]
+    assert found["answers"][0]["probability"] == pytest.approx(expected[0]["probability"], abs=1e-3)
+    assert found["answers"][1]["score"] == pytest.approx(expected[1]["score"], abs=1e-3)
 
 
 def test_structured_outputs_come_in_their_form(service: Service) -> None:

@@ -108,6 +108,11 @@ class WorkerSettings(EngineOptions):
     tenants: str = option(
         "", "Tenants with metrics of their own, separated by commas; all others are counted together.", metavar="A,B"
     )
+    pod_deletion_cost: bool = option(
+        False,
+        "In Kubernetes: write the tokens of the running requests as the deletion cost of the worker's own pod, so that "
+        "scaling down removes idle pods first. The pod's service account must have the right to patch pods.",
+    )
     tracing: bool = option(False, "Export a trace of each request over OTLP; needs the extra headrace[tracing].")
     grace_seconds: float = option(30.0, "How long running requests may continue after SIGTERM.", metavar="S", least=0)
     max_delay_seconds: float = option(

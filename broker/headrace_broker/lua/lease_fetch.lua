@@ -5,8 +5,8 @@
 -- ARGV: count, owner, lease_seconds, delivery_limit, packed_policy, mode, num_lists, num_split
 -- LIST: the lists of the queues, in the order in which they are served. count: number of free slots. Each choice of a
 -- message takes one.
--- packed_policy: msgpack map of weights (by tenant), ageing_seconds, quota and, with affinity, prefixes: those of this
--- worker's recent messages.
+-- packed_policy: msgpack map of weights (by tenant), ageing_seconds, quota, order of a tenant's messages ('fair' for
+-- their arrival, or 'deadline') and, with affinity, prefixes: those of this worker's recent messages.
 -- mode: 'sort' to sort first, 'sort only' (with count 0) to lease nothing, '' to lease without sorting.
 -- num_lists: only messages that arrived in one of the first num_lists lists are leased, and none that aged into them;
 -- '' for all lists.
@@ -181,8 +181,10 @@ local function sort(list)
       forget(id)
       known = false
     end
-    local tenant, prefix, request, choices
-    if id and (has_same_id or not known) then tenant, prefix, request, choices = tenant_of(body) end
+    local tenant, prefix, request, choices, deadline
+    if id and (has_same_id or not known) then
+      tenant, prefix, request, choices, deadline = tenant_of(body)
+    end
     local first = has_same_id and id or request and holder_of(request)
     if not id then
       dead_letter_too_large(body, list)
@@ -197,11 +199,11 @@ local function sort(list)
       local is_over = policy.quota > 0
         and (queued or 0) + (redis.call('ZSCORE', delayed, tenant) or 0) >= policy.quota
       if not queued and redis.call('ZCARD', waiting) >= MOST_TENANTS then tenant = '' end
-      if has_problem(problem_of(tenant_ids_key(list, tenant), 'zset')) then tenant = '' end
-      if has_problem(problem_of(tenant_ids_key(list, tenant), 'zset')) then return end
+      if has_problem(problem_of_tenant(list, tenant)) then tenant = '' end
+      if has_problem(problem_of_tenant(list, tenant)) then return end
       local record = {
         list = list, level = list, tenant = tenant, since = since, prefix = prefix, request = request, sorted = microseconds,
-        choices = choices,
+        choices = choices, deadline = deadline,
       }
       if is_over and mode == 'sort only' then return end -- a later fetch refuses it
       redis.call('HSET', LEASE_BODIES, id, body)
@@ -258,7 +260,7 @@ local function age(list, better)
     local record = record_at(list, id)
     if not record then -- keys were deleted by hand
       unsort(id, list)
-    elseif not has_problem(problem_of(tenant_ids_key(better, record.tenant), 'zset')) then
+    elseif not has_problem(problem_of_tenant(better, record.tenant)) then
       leave(id, record)
       record.level, record.since, record.first = better, record.since + ageing, record.first or record.since
       keep(id, record)
@@ -275,9 +277,28 @@ local function is_held(record)
   return record ~= nil and record.prefix ~= nil and held_prefixes[record.prefix] ~= nil
 end
 
+-- Returns ids of the tenant's first messages, the next one first: at least `most` if it has so many. With the order
+-- 'deadline' some of them may be there twice.
+local function first_ids(list, tenant, most)
+  local all, ids = tenant_ids_key(list, tenant), {}
+  if policy.order == 'deadline' then
+    local deadlines = tenant_deadlines_key(list, tenant)
+    for _, id in ipairs(redis.call('ZRANGE', deadlines, 0, most - 1)) do
+      if redis.call('ZSCORE', all, id) then
+        ids[#ids + 1] = id
+      else -- keys were deleted by hand, or a worker of an earlier version took the message
+        redis.call('ZREM', deadlines, id)
+      end
+    end
+  end
+  if #ids == most then return ids end
+  for _, id in ipairs(redis.call('ZRANGE', all, 0, most - 1)) do ids[#ids + 1] = id end
+  return ids
+end
+
 -- Returns the tenant's next message: its id, its record, and the id of the earlier message that affinity skips, if any.
 local function choose(list, tenant)
-  local ids = redis.call('ZRANGE', tenant_ids_key(list, tenant), 0, held_prefixes and CANDIDATES - 1 or 0)
+  local ids = first_ids(list, tenant, held_prefixes and CANDIDATES or 1)
   local id = ids[1]
   local record = id and record_at(list, id)
   if not record or not held_prefixes or is_held(record) or (record.skipped or 0) >= MOST_SKIPS then return id, record end
@@ -291,8 +312,7 @@ end
 -- Returns the id and the record of the tenant's next message that arrived in one of the lists to take from, or nothing.
 local function choose_of_lists(list, tenant)
   if reads_left <= 0 then return end
-  local last = math.min(reads_left, READS_OF_TENANT) - 1
-  for _, id in ipairs(redis.call('ZRANGE', tenant_ids_key(list, tenant), 0, last)) do
+  for _, id in ipairs(first_ids(list, tenant, math.min(reads_left, READS_OF_TENANT))) do
     reads_left = reads_left - 1
     local record = record_at(list, id)
     if not record or is_taken_from[record.list] then return id, record end
@@ -386,7 +406,7 @@ elseif unsorted == 0 then
       local tenant, start = least[1], number_in(least[2], 0)
       if not tenant then break end
       tries_left = tries_left - 1
-      if has_problem(problem_of(tenant_ids_key(list, tenant), 'zset')) then
+      if has_problem(problem_of_tenant(list, tenant)) then
         num_blocked = num_blocked + 1
       else
         local id, record, skipped

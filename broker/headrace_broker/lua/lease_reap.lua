@@ -35,5 +35,22 @@ local num_orphans = 0
 for _, id in ipairs(redis.call('HRANDFIELD', LEASE_BODIES, ORPHANS_CHECKED)) do
   if is_orphan(id) and not requeue(id) then num_orphans = num_orphans + 1 end
 end
+-- Deadlines of messages that do not wait remain if keys were deleted by hand, or if a worker of an earlier version took
+-- the messages. The first one that remains is then the deadline of a waiting message.
+local function waits(id, queue)
+  local record = record_of(id, queue)
+  local ids = record and sorted_ids_key(record.level)
+  return ids and not problem_of(ids, 'zset') and redis.call('ZSCORE', ids, id)
+end
+
+local queues = {}
+for _, list in ipairs(LIST) do queues[queue_of(list)] = true end
+for queue in pairs(queues) do
+  for _ = 1, problem_of(deadlines_key(queue), 'zset') and 0 or STALE_CHECKED do
+    local id = redis.call('ZRANGE', deadlines_key(queue), 0, 0)[1]
+    if not id or waits(id, queue) then break end
+    redis.call('ZREM', deadlines_key(queue), id)
+  end
+end
 wake(LIST)
 return {num_requeued, problem, num_orphans}

@@ -16,6 +16,7 @@
 --   sorted: when it was first sorted; due: when it became due, if it was delayed; delayed: true until it is due
 --   taken: when it was leased, while it is; held: microseconds after `since` that do not count in its age
 --   charge: expected tokens that its tenant was charged at the lease; weight: the tenant's weight at that time
+--   deadline: when it expires, or nil
 --   choices: number of choices that its header or a worker gave, or nil for one; refused: true if it exceeds the quota
 --   skipped: how often affinity preferred a later message; preempted: how often it made room for a higher priority
 
@@ -28,13 +29,19 @@ local function problem_of_list(list)
   local queue = queue_of(list)
   return problem_of(sorted_ids_key(list), 'zset') or problem_of(tenants_key(list), 'zset')
     or problem_of(served_key(list), 'zset') or problem_of(waiting_key(queue), 'zset')
+    or problem_of(deadlines_key(queue), 'zset')
     or problem_of(delayed_tenants_key(queue), 'zset') or problem_of(costs_key(queue), 'zset')
     or problem_of(VIRTUAL_TIME, 'hash') or problem_of(MEAN_COST, 'hash')
 end
 
+-- Returns the problem that blocks all messages of a tenant in a list, or nil.
+local function problem_of_tenant(list, tenant)
+  return problem_of(tenant_ids_key(list, tenant), 'zset') or problem_of(tenant_deadlines_key(list, tenant), 'zset')
+end
+
 -- Returns the problem that blocks the place in the queue that this record names, or nil.
 local function problem_of_place(record)
-  return problem_of_list(record.level) or problem_of(tenant_ids_key(record.level, record.tenant), 'zset')
+  return problem_of_list(record.level) or problem_of_tenant(record.level, record.tenant)
 end
 
 local function keep(id, record)
@@ -74,6 +81,10 @@ local function enter(id, record)
   redis.call('ZADD', tenant_ids_key(list, tenant), record.since, id)
   redis.call('ZADD', sorted_ids_key(list), record.since + (record.held or 0), id) -- it ages from this time on
   redis.call('ZINCRBY', waiting_key(queue_of(list)), 1, tenant)
+  if record.deadline then
+    redis.call('ZADD', deadlines_key(queue_of(list)), record.deadline, id)
+    redis.call('ZADD', tenant_deadlines_key(list, tenant), record.deadline, id)
+  end
   if not redis.call('ZSCORE', tenants_key(list), tenant) then
     local served = number_in(redis.call('ZSCORE', served_key(list), tenant), 0)
     redis.call('ZADD', tenants_key(list), math.max(served, floor_at(list)), tenant)
@@ -85,11 +96,19 @@ local function leave(id, record)
   local list, tenant = record.level, record.tenant
   local was_there = drop(tenant_ids_key(list, tenant), id)
   redis.call('ZREM', sorted_ids_key(list), id)
+  redis.call('ZREM', deadlines_key(queue_of(list)), id)
+  drop(tenant_deadlines_key(list, tenant), id)
   local waiting = waiting_key(queue_of(list))
   if was_there == 1 and tonumber(redis.call('ZINCRBY', waiting, -1, tenant)) <= 0 then
     redis.call('ZREM', waiting, tenant)
   end
-  if redis.call('EXISTS', tenant_ids_key(list, tenant)) == 0 then redis.call('ZREM', tenants_key(list), tenant) end
+  if redis.call('EXISTS', tenant_ids_key(list, tenant)) == 0 then
+    redis.call('ZREM', tenants_key(list), tenant)
+    -- a worker of an earlier version does not remove the deadlines of the messages that it takes
+    if not problem_of(tenant_deadlines_key(list, tenant), 'zset') then
+      redis.call('DEL', tenant_deadlines_key(list, tenant))
+    end
+  end
 end
 
 -- Creates the wake-up token of a queue if sorted messages wait, and deletes it if none wait. An idle worker waits for

@@ -1,4 +1,5 @@
 local LONGEST_HEADERS, LONGEST_TENANT, LONGEST_PREFIX, LONGEST_ID = 256 * 1024, 800, 32, 2048
+local LONGEST_TIME = 40
 local MOST_CHOICES = 400 -- questions of a decision; the sampling parameter n is at most 64
 local HASHED_WHOLE = 1024 * 1024 -- bytes of a message
 
@@ -24,16 +25,35 @@ local function choices_of(headers)
   return type(choices) == 'number' and choices >= 1 and choices <= MOST_CHOICES and choices % 1 == 0 and choices or nil
 end
 
+-- Returns the days from 1970-01-01 to a date of the Gregorian calendar (Howard Hinnant, days_from_civil).
+local function days_to(year, month, day)
+  if month < 3 then year, month = year - 1, month + 12 end
+  return 365 * year + math.floor(year / 4) - math.floor(year / 100) + math.floor(year / 400)
+    + math.floor((153 * month - 457) / 5) + day - 719469
+end
+
+-- Returns the header `expires` in unix microseconds; nil if it is missing, or is not a time such as
+-- 2026-11-28T07:41:10.5+00:00. Without a time zone it is UTC, as in Celery.
+local function deadline_of(headers)
+  local year, month, day, hour, minute, second, fraction, zone = string.match(
+    text_of(headers.expires, LONGEST_TIME) or '', '^(%d%d%d%d)-(%d%d)-(%d%d)T(%d%d):(%d%d):(%d%d)(%.?%d*)(.*)$')
+  local sign, zone_hours, zone_minutes = string.match(zone or '', '^([+-])(%d%d):?(%d%d)$')
+  if not zone or not sign and zone ~= '' and zone ~= 'Z' then return nil end
+  local offset = sign and (zone_hours * 60 + zone_minutes) * (sign == '-' and -1 or 1) or 0
+  local minutes = (days_to(tonumber(year), tonumber(month), tonumber(day)) * 24 + hour) * 60 + minute - offset
+  return (minutes * 60 + second) * 1000000 + math.floor(tonumber('0' .. fraction) * 1000000 + 0.5)
+end
+
 -- Returns the tenant of the message, or '' if it is missing or invalid; the hash of its prompt's beginning, or nil; its
--- request id, or nil; and its number of choices, or nil. Only the part from the headers on is decoded. The pattern
--- cannot match inside a string of the message, where its quotes would be escaped.
+-- request id, or nil; its number of choices, or nil; and its deadline, or nil. Only the part from the headers on is
+-- decoded. The pattern cannot match inside a string of the message, where its quotes would be escaped.
 local function tenant_of(body)
   local at = string.find(body, '"headers":', 1, true)
   if not at or #body - at > LONGEST_HEADERS then return '' end
   local headers = headers_in(string.sub(body, at))
   if not headers then return '' end
   return text_of(headers.tenant, LONGEST_TENANT) or '', text_of(headers.prefix, LONGEST_PREFIX), request_of(headers),
-    choices_of(headers)
+    choices_of(headers), deadline_of(headers)
 end
 
 -- Returns the SHA-1 of a message. A large message would take up to 50 ms, so its middle is left out if its request id

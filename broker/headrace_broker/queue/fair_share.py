@@ -8,6 +8,10 @@ from typing import Any, Final
 import msgpack
 
 MAX_WEIGHT: Final = 1000.0
+FAIR: Final = "fair"
+DEADLINE: Final = "deadline"
+ORDERS: Final = (FAIR, DEADLINE)
+"""Orders of the messages of one tenant: by arrival, or by `expires`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +26,16 @@ class FairShare:
     prefix_affinity: bool = False
     """Of the next tenant's messages, prefer one with the prompt prefix of a recent message of this worker."""
 
+    order: str = FAIR
+    """One of `ORDERS`."""
+
     def packed(self, prefixes: Iterable[str] = ()) -> bytes:
         """Return the settings as msgpack for the scripts. `prefixes` are the recent prefixes of this worker."""
         policy: dict[str, Any] = {
             "weights": dict(self.weights),
             "ageing_seconds": self.ageing_seconds,
             "quota": self.quota,
+            "order": self.order,
             **({"prefixes": list(prefixes)} if self.prefix_affinity else {}),
         }
         packed: bytes = msgpack.packb(policy)

@@ -280,7 +280,7 @@ class Leases:
     def requeue(
         self, lease_id: str, *, is_counted: bool = False, is_preempted: bool = False, choices: int | None = None
     ) -> None:
-        """Return the message to the queue as its tenant's next one. If Redis fails, `tick` retries.
+        """Return the message to its place in the queue. If Redis fails, `tick` retries.
 
         The delivery counts toward the limit only with `is_counted`. To keep the order of several messages, requeue the
         last one first. With `is_preempted`, the message makes room for one of a higher priority, and its `preemptions`

@@ -31,7 +31,7 @@ from headrace_broker.content import loads
 from headrace_broker.errors import MalformedMessageError, TransportConfigurationError
 from headrace_broker.keys import ALL_STEPS, QUEUE_PREFIX, arrived_key, sorted_ids_key, step_of
 from headrace_broker.queue.blocking_wait import BlockingWait, WaitPoller, wait_command, wake_up_command
-from headrace_broker.queue.fair_share import FairShare
+from headrace_broker.queue.fair_share import FAIR, FairShare
 from headrace_broker.queue.leases import LeasedMessage, Leases
 from headrace_broker.queue.loop_turn import Turn
 from headrace_broker.queue.message_envelope import check_envelope, content_digest, open_envelope
@@ -71,7 +71,11 @@ class LeaseRegistry:
                 lease_seconds=channel.lease_seconds,
                 delivery_limit=channel.delivery_limit,
                 fair_share=FairShare(
-                    channel.tenant_weights, channel.ageing_seconds, channel.tenant_quota, channel.prefix_affinity
+                    channel.tenant_weights,
+                    channel.ageing_seconds,
+                    channel.tenant_quota,
+                    channel.prefix_affinity,
+                    channel.tenant_order,
                 ),
             )
         return self._leases[database]
@@ -150,6 +154,7 @@ class Channel(kombu_redis.Channel):
     ageing_seconds = 0.0
     tenant_quota = 0
     prefix_affinity = False
+    tenant_order = FAIR
     preemption_wait_seconds = 0.0
     master_name: str | None = None
     from_transport_options = (
@@ -161,6 +166,7 @@ class Channel(kombu_redis.Channel):
         "ageing_seconds",
         "tenant_quota",
         "prefix_affinity",
+        "tenant_order",
     )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,5 +1,6 @@
 """Redis clients with the timeouts that the queue needs. kombu makes its own connections elsewhere."""
 
+import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -7,6 +8,7 @@ from typing import Any, Final
 import hiredis
 import redis
 import redis.asyncio
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
@@ -28,6 +30,7 @@ _OF_ALL_KEYS: Final = re.compile(r"(?!WRONGTYPE )[A-Z]{3,} |ACL failure|[Uu]nkno
 
 _OPTIONS: Final[dict[str, Any]] = {
     "protocol": 2,  # its replies have the same shape in every redis-py version and in Lua
+    "max_connections": 10_000,  # a call that waits for a stream holds one, and redis-py refuses the 101st
     "socket_connect_timeout": 5.0,
     "socket_timeout": 2 * BLOCK_SECONDS,
     "driver_info": redis.DriverInfo(),  # shared: else each connection reads redis-py's version from the disk
@@ -70,15 +73,29 @@ def connect_async(url: str, *, retries: int = 0) -> "redis.asyncio.Redis":
         retry = AsyncRetry(_backoff(), retries)
         pool = redis.asyncio.ConnectionPool.from_url(server.text, retry=retry, **_options(server))
     kind: Any = pool.connection_class
-    pool.connection_class = type(kind.__name__, (_HiredisPacking, kind), {})
+    pool.connection_class = type(kind.__name__, (_AsyncConnection, kind), {})
     return redis.asyncio.Redis.from_pool(pool)
 
 
-class _HiredisPacking:
-    """Packs commands with hiredis, as redis-py does for threads. An XREAD of many streams is then ten times as fast."""
+class _AsyncConnection(AbstractConnection):
+    """What differs from redis-py's connections for asyncio."""
 
-    def pack_command(self, name: str | bytes, *args: str | bytes | float) -> list[bytes]:
+    def pack_command(self, name: str | bytes, *args: str | bytes | float) -> list[bytes]:  # type: ignore[override]
+        """Pack a command with hiredis, as redis-py does for threads. An XREAD of many streams is ten times as fast."""
         return [hiredis.pack_command((*name.split(), *args))]  # a command's name may have two words
+
+    async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
+        """Send a command. If the task is cancelled meanwhile, close the connection and raise CancelledError.
+
+        redis-py waits by `asyncio.wait_for`. Before Python 3.12 that returns normally if the task is cancelled when the
+        command has just been sent, and the cancelled task would wait for the reply: forever, in a subscriber.
+        """
+        task = asyncio.current_task()
+        before = task.cancelling() if task is not None else 0
+        await super().send_packed_command(command, check_health)
+        if task is not None and task.cancelling() > before:
+            await self.disconnect(nowait=True)  # nobody will read the reply
+            raise asyncio.CancelledError
 
 
 def _master(server: ServerUrl) -> tuple[Sequence[tuple[str, int]], str, Mapping[str, Any]]:

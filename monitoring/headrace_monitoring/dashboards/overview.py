@@ -117,6 +117,11 @@ def _queue() -> Row:
             (queue_level("outstanding_worker_seconds", "queue") + " / 60", "{{queue}}"),
             unit="short",
         ),
+        "Time until the earliest deadline": graph(
+            "Of the waiting messages that have expires. Negative: one has expired and waits. From the exporter.",
+            (queue_level("earliest_slack_seconds", "queue"), "{{queue}}"),
+            unit="s",
+        ),
         "Time to drain the queue": graph(
             "Ready messages divided by the rate at which requests ended in the last 5 minutes.",
             (f"{ready} / sum(rate(headrace_requests_total{{@}}[5m]))", "drain time"),

@@ -1,7 +1,9 @@
-"""Records what sentence-transformers computes for the tiny folders: `make pooling-parity RECORD=1`.
+"""Records what sentence-transformers computes for the tiny folders and the real MiniLM.
 
-Needs sentence-transformers, and tests/ in PYTHONPATH. Without --record it compares with the record, and ends with
-status 1 if a number has changed.
+    python -m engine.pooling.record_sentence_transformers [--record]
+
+It needs sentence-transformers, the package of `make minilm`, and tests/ in PYTHONPATH. Without --record it compares
+with the record, and ends with status 1 if a number has changed.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from sentence_transformers import CrossEncoder, SentenceTransformer
 from transformers.utils import logging
 
+from engine.pooling import real_minilm
 from engine.pooling.parity_cases import PAIRS, RECORDED, TEXTS, VARIANTS, packed, read_recorded, unpacked, variants
 from engine.pooling.tiny_pooling_models import EMBEDDERS, SCORERS
 
@@ -38,6 +41,8 @@ def compute() -> dict[str, Any]:
             for variant, options in (("scores", {}), ("logits", {"activation_fn": torch.nn.Identity()})):
                 scores = torch.tensor(scorer.predict(PAIRS, batch_size=4, **options))
                 found[f"{name}/{variant}"] = packed(scores.view(len(PAIRS), -1).tolist())
+    rows = SentenceTransformer(real_minilm.folder(), device="cpu").encode(real_minilm.TEXTS)
+    found[real_minilm.CASE] = packed(rows.tolist())
     return found
 
 

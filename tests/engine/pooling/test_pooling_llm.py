@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.pooling.tiny_pooling_models import NORMALIZE, add_modules, build, pooling
+from engine.pooling.tiny_pooling_models import NORMALIZE, SCORERS, add_modules, build, pooling
 from engine.tiny_models import TinyModel
-from headrace_engine import LLM, PoolingParams
+from headrace_engine import LLM, PoolingParams, SamplingParams
 from headrace_engine.errors import HeadraceEngineError, InvalidRequestError
 
 Load = Callable[[str], LLM]
@@ -160,3 +161,22 @@ def test_lower_case_is_made_where_the_folder_says(tmp_path: Path) -> None:
     assert not torch.equal(*(vectors(LLM(str(tmp_path), dtype="float32"), text) for text in ("Water", "water")))
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 60, "do_lower_case": true}')
     assert torch.equal(*(vectors(LLM(str(tmp_path), dtype="float32"), text) for text in ("Water", "water")))
+
+
+def test_a_reranker_that_generates_gives_the_same_score_by_named_log_probabilities(tmp_path: Path) -> None:
+    SCORERS["logit-score"](tmp_path)  # as sentence-transformers keeps Qwen3-Reranker
+    labels = json.loads((tmp_path / "1_LogitScore" / "config.json").read_text())
+    scorer = LLM(str(tmp_path), dtype="float32")
+    documents = ["the mill stands on the river", "no", "a b c"]
+    outputs = scorer.score("water", documents, use_tqdm=False, pooling_params=PoolingParams(use_activation=False))
+    scorer.close()
+    (tmp_path / "modules.json").unlink()  # as Qwen publishes it: a model that generates
+    yes, no = labels["true_token_id"], labels["false_token_id"]
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprob_token_ids=[yes, no])
+    prompts = [{"prompt_token_ids": output.prompt_token_ids} for output in outputs]
+    llm = LLM(str(tmp_path), dtype="float32", num_blocks=64)
+    answers = [output.outputs[0].logprobs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+    llm.close()
+    found = [answer[yes].logprob - answer[no].logprob for answer in answers]
+    assert found == pytest.approx([output.outputs.score for output in outputs], abs=1e-4)
+    assert len({round(score, 3) for score in found}) == len(documents)

@@ -51,6 +51,41 @@ async def test_subscribers_wait_without_blocking_the_event_loop(client: AsyncCli
     assert await asyncio.gather(*readers) == [["tok"], ["tok"]]
 
 
+async def test_several_hundred_streams_are_read_at_once(
+    client: AsyncClient, writer: StreamWriter, redis_client: "redis.Redis"
+) -> None:
+    ids = [f"r{number}" for number in range(300)]
+    for request_id in ids:
+        writer.claim(request_id, "w")
+
+    async def last_id(request_id: str) -> str:
+        return [event.entry_id async for event in client.events(request_id, timeout=60)][-1]
+
+    readers = asyncio.gather(*map(last_id, ids))
+    while redis_client.info("clients")["blocked_clients"] < len(ids) and not readers.done():
+        await asyncio.sleep(0.01)
+    writer.publish([StreamWrite.end(request_id, 1, 0, finish_reason="stop") for request_id in ids])
+    assert await readers == ["1-1"] * len(ids)
+
+
+async def test_a_reader_that_is_cancelled_when_an_entry_arrives_ends(client: AsyncClient, writer: StreamWriter) -> None:
+    async def follow(request_id: str) -> None:
+        async for _ in client.events(request_id, timeout=60):
+            pass
+
+    for turns in range(24):  # of the event loop: one of them is between a command and its reply
+        request_id = f"r{turns}"
+        writer.claim(request_id, "w")
+        reader = asyncio.create_task(follow(request_id))
+        await asyncio.sleep(0.01)
+        writer.publish([StreamWrite.chunk(request_id, 1, 1, index=0, token_ids=[1], text="tok")])
+        for _ in range(turns // 2):
+            await asyncio.sleep(0)
+        reader.cancel()
+        await asyncio.wait([reader], timeout=10)
+        assert reader.cancelled(), f"{turns // 2} turns after the entry"
+
+
 async def test_a_stream_is_resumed(client: AsyncClient, writer: StreamWriter) -> None:
     writer.claim("r", "w")
     writer.publish([StreamWrite.chunk("r", 1, n, index=0, token_ids=[n], text=str(n)) for n in (1, 2)])

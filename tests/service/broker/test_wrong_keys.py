@@ -18,12 +18,15 @@ from headrace_broker.keys import (
     LEASE_RECORDS_KEY,
     LEASE_REQUESTS_KEY,
     LEASES_KEY,
+    deadlines_key,
     queue_lists,
     sorted_ids_key,
+    tenant_deadlines_key,
     tenant_ids_key,
     waiting_key,
 )
 from headrace_broker.queue.dead_letters import dead_letters, purge, requeue
+from headrace_broker.queue.fair_share import DEADLINE, FAIR, FairShare
 from headrace_broker.queue.leases import Leases
 from headrace_broker.queue.levels import QueueLevelReader
 from headrace_broker.server.connections import connect
@@ -54,8 +57,8 @@ def url_of(client: "redis.Redis") -> str:
     return f"redis://{options['host']}:{options['port']}/0"
 
 
-def make_leases(client: "redis.Redis") -> Leases:
-    return Leases(client, lease_seconds=60, delivery_limit=100)
+def make_leases(client: "redis.Redis", order: str = FAIR) -> Leases:
+    return Leases(client, lease_seconds=60, delivery_limit=100, fair_share=FairShare(order=order))
 
 
 class Scene:
@@ -65,7 +68,7 @@ class Scene:
         client.flushall()
         self.client = client
         self.holder = make_leases(client)
-        self.other = make_leases(client)
+        self.other = make_leases(client, DEADLINE)
         self.acked: set[bytes] = set()
         self._number = 0
         self.messages: set[bytes] = set()
@@ -89,7 +92,8 @@ class Scene:
     def _push(self, step: int, *tenants: str) -> None:
         for tenant in tenants:
             self._number += 1
-            body = envelope(f"message-{self._number}", tenant, id=f"request-{self._number}")
+            deadline = {"expires": f"{2100 - self._number}-01-01T00:00:00Z"} if self._number % 5 else {}
+            body = envelope(f"message-{self._number}", tenant, id=f"request-{self._number}", **deadline)
             self.messages.add(body.encode())
             self.client.lpush(LISTS[step], body)
 
@@ -164,6 +168,7 @@ def test_no_message_is_lost_while_a_key_has_the_wrong_type(client: "redis.Redis"
     assert {LEASES_KEY, LEASE_BODIES_KEY, LEASE_META_KEY, LEASE_DELIVERIES_KEY, LEASE_RECORDS_KEY} <= set(keys)
     assert LEASE_REQUESTS_KEY in keys
     assert {DEAD_LETTERS_KEY, waiting_key(QUEUE), tenant_ids_key(QUEUE, "a"), queue_lists(QUEUE)[2]} <= set(keys)
+    assert {deadlines_key(QUEUE), tenant_deadlines_key(QUEUE, "a")} <= set(keys)
     for key in keys:
         for kind in PUT:
             scene = Scene(client)
@@ -252,7 +257,7 @@ def test_a_message_is_not_lost_if_the_stored_one_before_it_is_malformed(client: 
     assert names(leases.fetch(LISTS, 9)) == ["second"]
 
 
-@pytest.mark.parametrize("key", [tenant_ids_key(QUEUE, "a"), waiting_key(QUEUE), LEASES_KEY])
+@pytest.mark.parametrize("key", [tenant_ids_key(QUEUE, "a"), waiting_key(QUEUE), deadlines_key(QUEUE), LEASES_KEY])
 def test_a_key_of_the_wrong_type_is_reported_if_nothing_can_be_taken(client: "redis.Redis", key: str) -> None:
     scene = Scene(client)
     with replaced(client, key, "hash"):
@@ -260,7 +265,7 @@ def test_a_key_of_the_wrong_type_is_reported_if_nothing_can_be_taken(client: "re
         scene.other.on_refused = refusals.append
         with suppress(redis.ResponseError):
             scene.other.fetch(LISTS, 100)  # of the others
-        with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        with pytest.raises(redis.ResponseError, match="WRONGTYPE the key"):
             scene.other.fetch(LISTS, 100)
 
 

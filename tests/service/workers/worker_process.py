@@ -25,7 +25,7 @@ _MARKER = "HEADRACE_TEST_MARKER"
 DEVICE_VARIABLE = "HEADRACE_TEST_DEVICE"
 """Device of every worker whose test names none, to run all service tests on another runner."""
 _ENGINES = (b"headrace_engine.core.child", b"headrace_engine_vllm.child")
-PATIENCE = 150.0
+PATIENCE = 300.0
 """Seconds. Only a failure takes all of them, but a slow machine may need many."""
 
 

@@ -63,6 +63,7 @@ EXPORTER.polled(
                 last_seen=900.0,
                 outstanding_tokens={"waiting": 4000.0, "leased": 2000.0},
                 tokens_per_second=500.0,
+                earliest_slack_seconds=30.0,
             )
         ],
         redis=RedisLevels(

@@ -125,7 +125,7 @@ def test_counters_are_shown_as_rates_over_a_range_that_fits_the_scrape_interval(
 def test_queue_levels_are_not_multiplied_by_the_number_of_workers() -> None:
     levels = (
         r"headrace_(?:queue_(?:messages|ready_messages|oldest_message_age_seconds|run_out_leases|dead_letters)"
-        r"|outstanding_tokens)\{"
+        r"|outstanding_tokens|earliest_slack_seconds)\{"
     )
     for expression in EXPRESSIONS:
         for level in re.finditer(levels, expression):

@@ -223,14 +223,14 @@ def test_what_the_chart_renders_is_valid_kubernetes(tmp_path: Path) -> None:
 
     hpa = template(tmp_path, autoscaling={"kind": "hpa", "minReplicas": 1}, monitoring={})
     others = [found for worker in (NEURON_WORKER, VLLM_WORKER) for found in template(tmp_path, worker=worker)]
-    others += template(tmp_path, **IN_A_SHARED_CLUSTER)
+    others += template(tmp_path, **IN_A_SHARED_CLUSTER) + template(tmp_path, worker={"podDeletionCost": True})
     checked = []
     for manifest in [*template(tmp_path), *hpa, *others]:
         if manifest["kind"] not in custom_resources.SCHEMAS:
             kubernetes_validate.validate(manifest, "1.37", strict=True)
             checked.append(manifest["kind"])
     kinds = {"Deployment", "Service", "Secret", "ConfigMap", "PodDisruptionBudget", "HorizontalPodAutoscaler"}
-    kinds.add("NetworkPolicy")
+    kinds |= {"NetworkPolicy", "ServiceAccount", "Role", "RoleBinding"}
     assert kinds == set(checked)
 
 
@@ -423,12 +423,32 @@ def test_a_network_policy_lets_a_pod_reach_names_and_redis_alone(tmp_path: Path)
         assert others == ([{"ports": [{"port": 8000}]}] if name == "demo-gateway" else [])
 
 
-@pytest.mark.parametrize("worker", [VLLM_WORKER, NEURON_WORKER, {}], ids=["vllm", "neuron", "plain"])
+@pytest.mark.parametrize(
+    "worker",
+    [VLLM_WORKER, NEURON_WORKER, {"podDeletionCost": True}, {}],
+    ids=["vllm", "neuron", "deletion cost", "plain"],
+)
 def test_the_environment_of_a_pod_are_settings_of_a_worker(tmp_path: Path, worker: dict[str, Any]) -> None:
     (container,) = worker_pod(tmp_path, worker)["containers"]
     names = {entry["name"] for entry in container["env"] if entry["name"].startswith("HEADRACE_")}
     known = {f"HEADRACE_{name.upper()}" for name in (*(setting.name for setting in SETTINGS), "redis_url")}
     assert names <= known
+
+
+def test_a_worker_may_write_the_deletion_cost_of_its_pod_only_if_it_is_asked_for(tmp_path: Path) -> None:
+    plain = worker_pod(tmp_path, {})
+    assert plain["automountServiceAccountToken"] is False
+    assert "serviceAccountName" not in plain
+    pod = worker_pod(tmp_path, {"podDeletionCost": True})
+    assert pod["automountServiceAccountToken"] is True
+    env = {entry["name"]: entry for entry in pod["containers"][0]["env"]}
+    assert env["HEADRACE_POD_DELETION_COST"]["value"] == "true"
+    assert env["POD_NAME"]["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}
+    found = {each["kind"]: each for each in template(tmp_path, worker={"podDeletionCost": True})}
+    assert found["ServiceAccount"]["metadata"]["name"] == pod["serviceAccountName"]
+    assert found["Role"]["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]}]
+    assert found["RoleBinding"]["roleRef"]["name"] == found["Role"]["metadata"]["name"]
+    assert found["RoleBinding"]["subjects"][0]["name"] == pod["serviceAccountName"]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.logging import frames, process_fields
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.tracing import make_tracer_provider
+from headrace_workers.celery.pod_deletion_cost import INTERVAL_SECONDS, PodDeletionCost
 from headrace_workers.celery.queue_gauges import QueueGauges
 from headrace_workers.engine_link.adapters import Adapters
 from headrace_workers.engine_link.supervisor import EngineSupervisor
@@ -91,6 +92,7 @@ class EngineStep(bootsteps.StartStopStep):
         self._gauges = QueueGauges(self.client, self.queues, self.metrics, self._health)
         self.dispatcher = self._make_dispatcher(worker, settings, config, adapters, broker.result_ttl_seconds)
         self._supervisor = self.dispatcher.engine.supervisor
+        self._deletion_cost = PodDeletionCost.of_this_pod() if settings.pod_deletion_cost else None
         self._tokenizer_service = TokenizerService(
             TokenizerCalls(self.client, settings.served_names),
             self.dispatcher.admission.answer_call,
@@ -156,6 +158,9 @@ class EngineStep(bootsteps.StartStopStep):
         hub.call_repeatedly(HEARTBEAT_SECONDS, self._end_if_drained)
         hub.call_repeatedly(REGISTER_SECONDS, self._register)
         hub.call_repeatedly(self._gauges.interval_seconds, self._gauges.poll)
+        if self._deletion_cost is not None:
+            self._deletion_cost.start()
+            hub.call_repeatedly(INTERVAL_SECONDS, self._update_deletion_cost, self._deletion_cost)
         hub.call_repeatedly(SORT_SECONDS, self._sort)
         hub.call_repeatedly(SORT_SECONDS, self._gather_steps)
 
@@ -259,6 +264,8 @@ class EngineStep(bootsteps.StartStopStep):
         self.dispatcher.log_drained()
         self._supervisor.stop()
         self._tokenizer_service.stop()
+        if self._deletion_cost is not None:
+            self._deletion_cost.stop()
         self.dispatcher.stop()
         if self._tracer_provider is not None:
             self._tracer_provider.shutdown()
@@ -297,6 +304,9 @@ class EngineStep(bootsteps.StartStopStep):
             pass  # the event loop notices the loss itself
         except redis.ResponseError as error:
             self._gauges.refused(str(error))
+
+    def _update_deletion_cost(self, deletion_cost: PodDeletionCost) -> None:
+        deletion_cost.update(self.dispatcher.engine.in_flight.num_tokens_held)
 
     def _register(self) -> None:
         if self._supervisor.is_ready:

@@ -82,6 +82,10 @@ class GenerateJob(Job):
         return 0
 
     @property
+    def num_tokens_held(self) -> int:
+        return self.usage().prompt_tokens + self.num_tokens
+
+    @property
     def num_decoded_tokens(self) -> int:
         return self.num_tokens - self.num_first_tokens
 

@@ -143,6 +143,11 @@ class InFlight:
         return sum(job.num_tokens_left for job in self)
 
     @property
+    def num_tokens_held(self) -> int:
+        """Number of tokens that other workers would have to compute before they could continue these requests."""
+        return sum(job.num_tokens_held for job in self)
+
+    @property
     def split_below(self) -> int:
         """The step below which requests may start before all their choices have slots; `ALL_STEPS` if all may.
 

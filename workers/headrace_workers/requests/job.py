@@ -93,6 +93,11 @@ class Job(ABC):
 
     @property
     @abstractmethod
+    def num_tokens_held(self) -> int:
+        """Number of tokens that another worker would have to compute before it could continue the job."""
+
+    @property
+    @abstractmethod
     def num_decoded_tokens(self) -> int:
         """Number of tokens after the first one that this worker published."""
 

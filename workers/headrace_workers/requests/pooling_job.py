@@ -43,6 +43,10 @@ class PoolingJob(Job):
         self.num_tokens_left = sum(map(len, self.request.inputs[count:]))
 
     @property
+    def num_tokens_held(self) -> int:
+        return self.num_tokens_left
+
+    @property
     def request_id(self) -> str:
         return self.request.request_id
 

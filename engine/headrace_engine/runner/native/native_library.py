@@ -4,8 +4,10 @@ A library is built with the system's C compiler and kept in the user's cache, wi
 processor. A loaded library has all rights of this process, so the cache must be writable by this user only.
 """
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import hashlib
 import logging
 import os
@@ -14,6 +16,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
@@ -53,9 +56,11 @@ def load(package: str, source_name: str) -> ctypes.CDLL:
     for folder in to_build:
         try:
             kept = make_private(folder) / name
-            with tempfile.TemporaryDirectory(dir=folder) as build_folder:
-                _build(source_name, source, compiler, Path(build_folder) / name).replace(kept)
-            logger.info("built %s into %s", source_name, kept)
+            with _alone_in(folder):
+                if not (os.path.lexists(kept) and _intact(kept)):  # another process may just have built it
+                    with tempfile.TemporaryDirectory(dir=folder) as build_folder:
+                        _build(source_name, source, compiler, Path(build_folder) / name).replace(kept)
+                    logger.info("built %s into %s", source_name, kept)
             return _reported(_open(kept), folder, places, refused)
         except CompilerError:
             raise
@@ -64,6 +69,18 @@ def load(package: str, source_name: str) -> ctypes.CDLL:
     logger.warning("compiled kernels cannot be cached, so every start builds them: %s", _reasons(refused))
     with tempfile.TemporaryDirectory() as build_folder:
         return _open(_build(source_name, source, compiler, Path(build_folder) / name))
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process builds there. The lock of a process that dies is lifted by the system."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: several processes may build the same
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _reported(library: ctypes.CDLL, folder: Path, places: list[Path], refused: dict[Path, OSError]) -> ctypes.CDLL:

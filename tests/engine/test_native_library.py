@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import logging
 import os
 import stat
@@ -64,6 +65,20 @@ def test_processes_that_start_together_build_a_kernel_once(cache: Path, monkeypa
     for thread in threads:
         thread.join()
     assert len(built) == 1
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_stopped_process_that_holds_the_lock_does_not_stop_a_start(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.mkdir(parents=True, mode=0o700)
+    monkeypatch.setattr(native_library, "_LONGEST_BUILD_SECONDS", 0.3)
+    holder = os.open(cache, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    try:
+        load()
+    finally:
+        os.close(holder)
     assert len(list(cache.iterdir())) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -105,6 +106,24 @@ def test_a_server_that_is_away_does_not_end_the_worker(folder: Path) -> None:
     with structlog.testing.capture_logs() as logs:
         cost.start()
         cost.update(1)
+        cost.stop()
+        cost.join()
+    assert [line["log_level"] for line in logs] == ["warning"]
+
+
+def test_a_server_that_does_not_speak_http_does_not_end_the_writes(folder: Path) -> None:
+    answers = [b"not HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"]
+    with socket.create_server(("127.0.0.1", 0)) as server, structlog.testing.capture_logs() as logs:
+        cost = PodDeletionCost(f"http://127.0.0.1:{server.getsockname()[1]}/p", folder)
+        cost.start()
+        for answer in answers:
+            cost.update(7)
+            server.settimeout(SECONDS)
+            connection, _ = server.accept()
+            with connection:
+                while not connection.recv(4096).endswith(b"}"):
+                    pass
+                connection.sendall(answer)
         cost.stop()
         cost.join()
     assert [line["log_level"] for line in logs] == ["warning"]

@@ -4,6 +4,7 @@ When a Deployment gets fewer replicas, Kubernetes first removes the pods whose a
 `controller.kubernetes.io/pod-deletion-cost` is lowest.
 """
 
+import http.client
 import json
 import os
 import socket
@@ -80,7 +81,7 @@ class PodDeletionCost:
                 continue
             try:
                 self._patch(cost)
-            except (OSError, ValueError) as error:  # an HTTPError is an OSError
+            except (OSError, ValueError, http.client.HTTPException) as error:  # urllib's own errors are OSErrors
                 if not self._has_warned:
                     logger.warning("the pod's deletion cost could not be written", error=str(error), url=self.url)
                 self._has_warned = True

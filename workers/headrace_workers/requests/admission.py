@@ -108,6 +108,9 @@ class Admission:
         reaches all idle workers: each takes a few messages, and the next ones when its engine begins a step. A worker
         of a pooling model may take the messages of one step, which are many if they are short.
         """
+        # Called many times a second, so the cheap checks come first.
+        if self._engine.num_waiting:
+            return 0
         quantum = self._model.fetch_quantum
         if self._credit is not None:
             quantum = max(quantum, self._credit.step_messages)
@@ -118,8 +121,7 @@ class Admission:
             num_preparing=self.preparation.num_choices,
             num_for_next_step=self._in_flight.num_for_next_step,
         )
-        # Called many times a second, so the cheap checks come first.
-        if self._engine.num_waiting or room <= 0 or self._takes_nothing:
+        if room <= 0 or self._takes_nothing:
             return 0
         if self._credit is None:
             return room

@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -32,6 +33,8 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"]
 _FLAGS += ["-D_GNU_SOURCE"]  # for functions of the C library that only Linux has
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+_LONGEST_BUILD_SECONDS = 300.0
+_POLL_SECONDS = 0.1
 _DIGEST_SIZE = hashlib.sha256().digest_size
 
 
@@ -73,11 +76,22 @@ def load(package: str, source_name: str) -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Wait until no other process builds there. The lock of a process that dies is lifted by the system."""
+    """Wait until no other process builds there.
+
+    The system lifts the lock of a process that dies. Without locks, or if a process that has stopped holds one for too
+    long, several processes may build the same.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    deadline = time.monotonic() + _LONGEST_BUILD_SECONDS
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: several processes may build the same
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(_POLL_SECONDS)
+            except OSError:
+                break
         yield
     finally:
         os.close(descriptor)

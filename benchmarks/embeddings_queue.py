@@ -151,11 +151,13 @@ async def queries(service: Service, work: Workload) -> dict[str, list[float]]:
     for _ in range(QUERIES):
         found["idle"].append(await _query(service))
     jobs = asyncio.create_task(_keep_busy(service, work, found["step"]))
-    while len(found["step"]) < 3:
+    while len(found["step"]) < 3 and not jobs.done():
         await asyncio.sleep(0.01)
     for _ in range(QUERIES):
         await asyncio.sleep(draw.uniform(0.0, 0.2))  # so that queries come at any time of a step
         found["beside jobs"].append(await _query(service))
+    if jobs.done():
+        jobs.result()  # raises what ended it
     jobs.cancel()
     await asyncio.gather(jobs, return_exceptions=True)
     return found

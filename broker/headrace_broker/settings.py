@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from headrace_broker.errors import SettingsError
-from headrace_broker.queue.fair_share import FAIR, ORDERS, parse_weights
+from headrace_broker.queue.fair_share import ARRIVAL, ORDERS, parse_weights
 from headrace_broker.server.url import ServerUrl
 from headrace_wire import environment
 from headrace_wire.option import option, options_of, problems_of
@@ -71,8 +71,8 @@ class BrokerSettings:
         False, "Among the next tenant's requests, a worker prefers a prompt that begins like one that it ran recently."
     )
     order: str = option(
-        FAIR,
-        "Order of a tenant's requests: fair takes them as they arrived; deadline takes the one that expires first, and "
+        ARRIVAL,
+        "Order of a tenant's requests: arrival takes them as they came; deadline takes the one that expires first, and "
         "those without expires last.",
         choices=ORDERS,
     )

@@ -121,11 +121,8 @@ def _logprobs(lists: Any, params: "OurSamplingParams") -> "list[TokenLogprobs]":
         named = list(dict.fromkeys(params.logprob_token_ids))
         rows = zip(ids, logprobs, ranks.tolist(), strict=True)
         return [_named(*row, named) for row in rows]
-    wanted = params.logprobs or 0
-    if wanted == _ALL:
-        return _positions(ids, logprobs, ranks)
-    found = _positions(ids[:, : wanted + 1], logprobs[:, : wanted + 1], ranks)
-    return [_likeliest(position, wanted) for position in found]
+    end = None if params.logprobs == _ALL else (params.logprobs or 0) + 1
+    return _positions(ids[:, :end], logprobs[:, :end], ranks)
 
 
 def _named(ids: Any, logprobs: Any, rank: int, named: list[int]) -> "TokenLogprobs":
@@ -140,11 +137,6 @@ def _named(ids: Any, logprobs: Any, rank: int, named: list[int]) -> "TokenLogpro
 def _positions(ids: Any, logprobs: Any, ranks: Any) -> "list[TokenLogprobs]":
     rows = zip(ids.tolist(), logprobs.tolist(), ranks.tolist(), strict=True)
     return [_position(*row) for row in rows]
-
-
-def _likeliest(position: "TokenLogprobs", count: int) -> "TokenLogprobs":
-    """Return the drawn token and the `count` likeliest ones."""
-    return [position[0], *(other for other in position[1:] if other[2] <= count)]
 
 
 def _position(ids: list[int], logprobs: list[float], rank: int) -> "TokenLogprobs":

@@ -5,8 +5,8 @@
 -- ARGV: count, owner, lease_seconds, delivery_limit, packed_policy, mode, num_lists, num_split
 -- LIST: the lists of the queues, in the order in which they are served. count: number of free slots. Each choice of a
 -- message takes one.
--- packed_policy: msgpack map of weights (by tenant), ageing_seconds, quota, order of a tenant's messages ('fair' for
--- their arrival, or 'deadline') and, with affinity, prefixes: those of this worker's recent messages.
+-- packed_policy: msgpack map of weights (by tenant), ageing_seconds, quota, order of a tenant's messages
+-- ('arrival' or 'deadline') and, with affinity, prefixes: those of this worker's recent messages.
 -- mode: 'sort' to sort first, 'sort only' (with count 0) to lease nothing, '' to lease without sorting.
 -- num_lists: only messages that arrived in one of the first num_lists lists are leased, and none that aged into them;
 -- '' for all lists.

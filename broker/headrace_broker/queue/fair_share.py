@@ -8,9 +8,9 @@ from typing import Any, Final
 import msgpack
 
 MAX_WEIGHT: Final = 1000.0
-FAIR: Final = "fair"
+ARRIVAL: Final = "arrival"
 DEADLINE: Final = "deadline"
-ORDERS: Final = (FAIR, DEADLINE)
+ORDERS: Final = (ARRIVAL, DEADLINE)
 """Orders of the messages of one tenant: by arrival, or by `expires`."""
 
 
@@ -26,7 +26,7 @@ class FairShare:
     prefix_affinity: bool = False
     """Of the next tenant's messages, prefer one with the prompt prefix of a recent message of this worker."""
 
-    order: str = FAIR
+    order: str = ARRIVAL
     """One of `ORDERS`."""
 
     def packed(self, prefixes: Iterable[str] = ()) -> bytes:

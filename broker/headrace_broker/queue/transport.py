@@ -31,7 +31,7 @@ from headrace_broker.content import loads
 from headrace_broker.errors import MalformedMessageError, TransportConfigurationError
 from headrace_broker.keys import ALL_STEPS, QUEUE_PREFIX, arrived_key, sorted_ids_key, step_of
 from headrace_broker.queue.blocking_wait import BlockingWait, WaitPoller, wait_command, wake_up_command
-from headrace_broker.queue.fair_share import FAIR, FairShare
+from headrace_broker.queue.fair_share import ARRIVAL, FairShare
 from headrace_broker.queue.leases import LeasedMessage, Leases
 from headrace_broker.queue.loop_turn import Turn
 from headrace_broker.queue.message_envelope import check_envelope, content_digest, open_envelope
@@ -154,7 +154,7 @@ class Channel(kombu_redis.Channel):
     ageing_seconds = 0.0
     tenant_quota = 0
     prefix_affinity = False
-    tenant_order = FAIR
+    tenant_order = ARRIVAL
     preemption_wait_seconds = 0.0
     master_name: str | None = None
     from_transport_options = (

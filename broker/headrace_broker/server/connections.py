@@ -92,10 +92,12 @@ class _AsyncConnection(AbstractConnection):
         """
         task = asyncio.current_task()
         before = task.cancelling() if task is not None else 0
-        await super().send_packed_command(command, check_health)
-        if task is not None and task.cancelling() > before:
-            await self.disconnect(nowait=True)  # nobody will read the reply
-            raise asyncio.CancelledError
+        try:
+            await super().send_packed_command(command, check_health)
+        finally:  # also after an error, which the caller might answer with a retry
+            if task is not None and task.cancelling() > before:
+                await self.disconnect(nowait=True)  # nobody will read the reply
+                raise asyncio.CancelledError
 
 
 def _master(server: ServerUrl) -> tuple[Sequence[tuple[str, int]], str, Mapping[str, Any]]:

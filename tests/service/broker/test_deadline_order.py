@@ -8,7 +8,7 @@ import redis
 
 from headrace_broker.keys import deadlines_key, tenant_deadlines_key, tenant_ids_key
 from headrace_broker.queue.dead_letters import dead_letters, requeue
-from headrace_broker.queue.fair_share import DEADLINE, FAIR, FairShare
+from headrace_broker.queue.fair_share import ARRIVAL, DEADLINE, FairShare
 from headrace_broker.queue.leases import LeasedMessage, Leases
 from headrace_wire.codes import DeadLetterReason
 from service.broker.tenant_messages import LISTS, QUEUE, envelope, name_of, names, take
@@ -139,7 +139,7 @@ def test_no_message_is_lost_or_doubled_while_workers_of_both_settings_return_and
     dice = random.Random(seed)
     workers = [
         make_leases(order=order, ageing_seconds=1e-6 * (number % 2))
-        for number, order in enumerate((FAIR, DEADLINE) * 2)
+        for number, order in enumerate((ARRIVAL, DEADLINE) * 2)
     ]
     held: list[tuple[Leases, LeasedMessage]] = []
     done: list[str] = []

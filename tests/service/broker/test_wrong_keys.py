@@ -26,7 +26,7 @@ from headrace_broker.keys import (
     waiting_key,
 )
 from headrace_broker.queue.dead_letters import dead_letters, purge, requeue
-from headrace_broker.queue.fair_share import DEADLINE, FAIR, FairShare
+from headrace_broker.queue.fair_share import ARRIVAL, DEADLINE, FairShare
 from headrace_broker.queue.leases import Leases
 from headrace_broker.queue.levels import QueueLevelReader
 from headrace_broker.server.connections import connect
@@ -57,7 +57,7 @@ def url_of(client: "redis.Redis") -> str:
     return f"redis://{options['host']}:{options['port']}/0"
 
 
-def make_leases(client: "redis.Redis", order: str = FAIR) -> Leases:
+def make_leases(client: "redis.Redis", order: str = ARRIVAL) -> Leases:
     return Leases(client, lease_seconds=60, delivery_limit=100, fair_share=FairShare(order=order))
 
 

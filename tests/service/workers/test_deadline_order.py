@@ -32,7 +32,7 @@ def test_requests_of_a_killed_worker_end_once_beside_workers_of_both_settings(
     service.wait_tokens([handles[23].id], at_least=3)
     first.kill()
     first.assert_nothing_left()
-    for order in ("fair", "deadline"):
+    for order in ("arrival", "deadline"):
         service.start_worker(order=order, **settings)
     logs = service.wait_ended([handle.id for handle in handles])
     for request_id, result in results(handles).items():

@@ -50,7 +50,7 @@ def test_weights_of_tenants_are_read_from_one_line() -> None:
         ({"HEADRACE_RESULT_TTL_SECONDS": "0"}, "HEADRACE_RESULT_TTL_SECONDS must be"),
         ({"HEADRACE_DELIVERY_LIMIT": "0"}, "HEADRACE_DELIVERY_LIMIT must be an integer of at least 1"),
         ({"HEADRACE_PREFIX_AFFINITY": "maybe"}, "HEADRACE_PREFIX_AFFINITY must be true or false, got 'maybe'"),
-        ({"HEADRACE_ORDER": "deadlines"}, "order must be fair or deadline, got 'deadlines'"),
+        ({"HEADRACE_ORDER": "deadlines"}, "order must be arrival or deadline, got 'deadlines'"),
         ({"HEADRACE_AGEING_SECONDS": "-1"}, "HEADRACE_AGEING_SECONDS must be"),
         ({"HEADRACE_MAX_QUEUED_REQUESTS_PER_TENANT": "-1"}, "HEADRACE_MAX_QUEUED_REQUESTS_PER_TENANT must be"),
         ({"HEADRACE_TENANT_WEIGHTS": "acme"}, "tenant_weights must be comma-separated tenant=weight pairs"),

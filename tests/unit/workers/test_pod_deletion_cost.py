@@ -77,7 +77,10 @@ def make_cost(folder: Path) -> Iterator[Any]:
         api.server.server_close()
 
 
-def test_a_changed_cost_is_written_to_the_pod_with_its_token(make_cost: Any) -> None:
+def test_a_changed_cost_is_written_to_the_pod_with_its_token_and_without_a_proxy(
+    make_cost: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     api, cost = make_cost(200)
     for tokens in (0, 700, 700, 2**40, 0):
         cost.update(tokens)

@@ -144,7 +144,7 @@ class InFlight:
 
     @property
     def num_tokens_held(self) -> int:
-        """Number of tokens that other workers would have to compute before they could continue these requests."""
+        """Number of tokens that other workers would compute in place of this one, without new output tokens."""
         return sum(job.num_tokens_held for job in self)
 
     @property

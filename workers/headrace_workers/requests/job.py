@@ -94,7 +94,7 @@ class Job(ABC):
     @property
     @abstractmethod
     def num_tokens_held(self) -> int:
-        """Number of tokens that another worker would have to compute before it could continue the job."""
+        """Number of tokens that another worker would compute in place of this one, without new output tokens."""
 
     @property
     @abstractmethod

@@ -60,7 +60,7 @@ def load(package: str, source_name: str) -> ctypes.CDLL:
         try:
             kept = make_private(folder) / name
             with _alone_in(folder):
-                if not (os.path.lexists(kept) and _intact(kept)):  # another process may just have built it
+                if not _intact(kept):  # another process may just have built it
                     with tempfile.TemporaryDirectory(dir=folder) as build_folder:
                         _build(source_name, source, compiler, Path(build_folder) / name).replace(kept)
                     logger.info("built %s into %s", source_name, kept)

@@ -195,7 +195,7 @@ def test_flower_shows_the_workers_pool_tasks_and_queues(service: Service, flower
     [name] = json.loads(flower.wait_for("/api/workers?refresh=1", "headrace-tiny"))
     [worker] = json.loads(flower.get("/api/workers")[1]).values()
     assert worker["stats"]["pool"]["max-concurrency"] == 32
-    assert worker["registered"] == [f"headrace.{task}" for task in ("classify", "embed", "generate", "score")]
+    assert worker["registered"] == [f"headrace.{task}" for task in ("classify", "decide", "embed", "generate", "score")]
     assert [queue["name"] for queue in worker["active_queues"]] == [QUEUE]
     for page in ("/", "/workers", f"/worker/{name}", "/tasks", "/broker", "/metrics"):
         assert flower.get(page)[0] == 200, page

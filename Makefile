@@ -45,7 +45,7 @@ test-all: $(STAMP) ## every test
 	@$(PYTEST)
 
 test-xla: $(XLA)/.installed ## the static step on PyTorch/XLA's CPU client, in an environment of 7 GB
-	@PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest tests/engine/static/test_static_xla.py --timeout 1800
+	@PJRT_DEVICE=CPU $(XLA)/bin/python -m pytest tests/engine/static/test_static_xla.py tests/engine/pooling/test_pooling_xla.py --timeout 1800
 
 # PyTorch/XLA for Neuron ends with torch 2.9, older than what Headrace asks for elsewhere
 $(XLA)/.installed: pyproject.toml constraints-xla.txt

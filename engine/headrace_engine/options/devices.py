@@ -11,6 +11,8 @@ class Device:
     name: str
     token_budget: int = 2048
     """Maximum tokens of one step. The user may set another value."""
+    pooling_token_budget: int = 1024
+    """The same for a model that embeds or scores."""
     is_static: bool = False
     """Its compiler needs all shapes in advance: see `StaticConfig`."""
     graph_cache_variable: str | None = None
@@ -23,7 +25,7 @@ _ALL: Final = (
     # larger steps mainly add latency on a CPU
     Device(name="auto", token_budget=512),
     Device(name="cpu", token_budget=512),
-    Device(name="cuda"),
+    Device(name="cuda", pooling_token_budget=16384),
     Device(name="neuron", is_static=True, graph_cache_variable="TORCH_NEURONX_NEFF_CACHE_DIR", has_core_per_rank=True),
     Device(name="xla", is_static=True, graph_cache_variable="NEURON_COMPILE_CACHE_URL"),
     Device(name="static-cpu", is_static=True),

@@ -88,6 +88,8 @@ class EngineArgs(EngineOptions):
 
     def _pooling_budget(self) -> dict[str, int]:
         given = self.max_num_batched_tokens
+        if given is None and self.engine == OWN_ENGINE:
+            given = DEVICES[self.device].pooling_token_budget
         return {} if given is None else {"max_pooling_tokens": given}
 
     def create_engine_config(self) -> EngineConfig:

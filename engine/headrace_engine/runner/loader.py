@@ -5,7 +5,7 @@ import sys
 
 from headrace_engine.errors import ConfigError
 from headrace_engine.options.config import EngineConfig
-from headrace_engine.options.devices import DEVICES
+from headrace_engine.options.devices import DEVICES, Device
 from headrace_engine.runner.contracts import ModelRunner, PoolingRunner
 
 
@@ -15,11 +15,9 @@ def create_runner(config: EngineConfig) -> ModelRunner:
     Raises:
         ConfigError: no runner supports this device, or the machine does not have it.
     """
-    device = DEVICES.get(config.model.device)
-    if device is None:
-        raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {config.model.device!r}")
+    device = _device_of(config)
     if device.is_static:
-        config.static.prepare_environment(device.name, 0, os.environ, is_torch_imported="torch" in sys.modules)
+        _prepare_environment(config, device)
         from headrace_engine.runner.static.loader import create_static_runner
 
         return create_static_runner(config)
@@ -35,7 +33,38 @@ def create_runner(config: EngineConfig) -> ModelRunner:
 
 
 def create_pooling_runner(config: EngineConfig) -> PoolingRunner:
-    """Create the runner of a model that embeds or scores. Its model is not loaded yet."""
-    from headrace_engine.runner.pooling.pooling_runner import CPUPoolingRunner
+    """Create the runner of a model that embeds or scores. Its model is not loaded yet.
 
-    return CPUPoolingRunner(config)
+    Raises:
+        ConfigError: the machine does not have the device, or an option does not fit such a model.
+    """
+    device = _device_of(config)
+    if device.is_static:
+        _prepare_environment(config, device)
+    from headrace_engine.runner.pooling import placement, pooling_loading
+    from headrace_engine.runner.pooling.pooling_runner import TransformersPoolingRunner
+
+    pooling_loading.check_options(config)
+    place: placement.Placement
+    if device.is_static:
+        from headrace_engine.runner.static.devices import create_compiler_backend
+
+        place = placement.StaticPlacement(create_compiler_backend(device.name), config.scheduler.max_pooling_tokens)
+    elif device.name == "cuda":
+        from headrace_engine.runner.cuda.device import find_device
+
+        place = placement.CUDAPlacement(find_device())
+    else:
+        place = placement.CPUPlacement()
+    return TransformersPoolingRunner(config, place)
+
+
+def _device_of(config: EngineConfig) -> Device:
+    device = DEVICES.get(config.model.device)
+    if device is None:
+        raise ConfigError(f"device must be one of {', '.join(DEVICES)}, got {config.model.device!r}")
+    return device
+
+
+def _prepare_environment(config: EngineConfig, device: Device) -> None:
+    config.static.prepare_environment(device.name, 0, os.environ, is_torch_imported="torch" in sys.modules)

@@ -15,7 +15,7 @@ from headrace_engine.api.llm import LLM
 from headrace_engine.requests.pooling_params import PoolingParams
 from headrace_engine.runner.pooling import vectors
 from headrace_engine.runner.pooling.encoders import PackedEncoder
-from headrace_engine.runner.pooling.pooling_runner import CPUPoolingRunner
+from headrace_engine.runner.pooling.pooling_runner import TransformersPoolingRunner
 
 RECORDED = read_recorded()
 Load = Callable[[str], LLM]
@@ -77,7 +77,7 @@ def test_the_suite_fails_if_something_is_wrong(
     name = {"positions": "roberta", "pooling": "two-modes", "window": "modernbert", "types": "bert-1"}[fault]
     llm = LLM(str(pooling_folder(name)), dtype="float32")
     runner = llm.pooling_engine._core.runner
-    assert isinstance(runner, CPUPoolingRunner)
+    assert isinstance(runner, TransformersPoolingRunner)
     encoder = runner._encoder
     assert isinstance(encoder, PackedEncoder)
     if fault == "positions":

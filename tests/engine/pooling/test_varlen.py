@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.kernel_builds import OTHER_PROCESSORS, build
 from headrace_engine.runner.attention import native
-from headrace_engine.runner.attention.varlen import NativeVarlen, TorchVarlen
+from headrace_engine.runner.attention.varlen import FlashVarlen, NativeVarlen, TorchVarlen
 
 KERNELS = ("engine/headrace_engine/runner/attention", "engine/headrace_engine/runner/native")
 
@@ -134,3 +134,42 @@ def test_builds_for_other_processors_compute_the_same(without: str, monkeypatch:
             tensors = problem.tensors(dtype)
             found = problem.compute(NativeVarlen(), tensors)
             torch.testing.assert_close(found.double(), problem.expected(tensors), atol=tolerance, rtol=2**-7)
+
+
+def flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    starts: torch.Tensor,
+    starts_of_keys: torch.Tensor,
+    longest: int,
+    longest_key: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """What the documentation of torch's varlen_attn says, whose kernel needs a GPU."""
+    assert starts.dtype == starts_of_keys.dtype == torch.int32
+    assert longest == longest_key == int(starts.diff().max())
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    before, after = window_size
+    outputs = []
+    for first, end in pairwise(starts.tolist()):
+        q, k, v = (t[first:end].double().transpose(0, 1) for t in (query, key, value))
+        group = q.shape[0] // k.shape[0]
+        away = torch.arange(end - first) - torch.arange(end - first)[:, None]
+        hidden = (away > after) & (after >= 0) | (-away > before) & (before >= 0)
+        scores = (q @ k.repeat_interleave(group, 0).transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)
+        outputs.append((scores.softmax(-1) @ v.repeat_interleave(group, 0)).transpose(0, 1))
+    return torch.cat(outputs).to(query.dtype)
+
+
+@given(problem=problems)
+def test_a_gpu_is_asked_for_the_attention_of_the_layer(problem: Problem) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.nn.attention.varlen.varlen_attn", flash_attention)
+        attention = FlashVarlen()
+    tensors = problem.tensors(torch.bfloat16)
+    found = problem.compute(attention, tensors)
+    torch.testing.assert_close(found.double(), problem.expected(tensors), rtol=0.02, atol=0.02)

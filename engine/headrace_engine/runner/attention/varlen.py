@@ -5,9 +5,9 @@ tokens    [a a a  b b  c c c c]     a token sees only tokens of its own sequence
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -129,6 +129,59 @@ class NativeVarlen:
         return found
 
 
+class FlashVarlen:
+    """torch's flash attention for packed sequences on a GPU. Never run on hardware.
+
+    float32 and soft caps, which it does not take, are computed by `TorchVarlen`.
+    """
+
+    name = "flash"
+
+    def __init__(self) -> None:
+        from torch.nn.attention.varlen import varlen_attn  # newer than the torch of other devices
+
+        self._attend: Callable[..., Any] = varlen_attn
+        self._others = TorchVarlen()
+        self._lengths: Sequence[int] = ()
+        self._starts: torch.Tensor | None = None
+
+    def begin(self, lengths: Sequence[int]) -> None:
+        self._others.begin(lengths)
+        self._lengths, self._starts = lengths, None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        both_ways: bool,
+        window: int | None,
+        scale: float,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        if query.dtype == torch.float32 or softcap is not None or query.shape[-1] != value.shape[-1]:
+            return self._others.forward(
+                query, key, value, both_ways=both_ways, window=window, scale=scale, softcap=softcap
+            )
+        if self._starts is None:
+            self._starts = torch.tensor([0, *self._lengths]).cumsum(0).to(query.device, torch.int32)
+        before, longest = -1 if window is None else window - 1, max(self._lengths)
+        output: torch.Tensor = self._attend(
+            query,
+            key,
+            value,
+            self._starts,
+            self._starts,
+            longest,
+            longest,
+            scale=scale,
+            window_size=(before, before if both_ways else 0),
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+        return output
+
+
 class TorchVarlen:
     """Computes one sequence after the other by torch. The reference, and for machines without a compiler."""
 
@@ -158,7 +211,8 @@ class TorchVarlen:
             scores = q @ k.repeat_interleave(group, 0).transpose(1, 2) * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            distance = torch.arange(end - first)[:, None] - torch.arange(end - first)
+            positions = torch.arange(end - first, device=query.device)
+            distance = positions[:, None] - positions
             hidden = (distance.abs() if both_ways else distance) >= (window or end - first)
             if not both_ways:
                 hidden |= distance < 0

@@ -8,6 +8,7 @@
 #include "../native/vectors.h"
 
 #define MAX_DIM 32768           /* elements of a row; a copy of the row is on the stack */
+#define EXACT_GELU 2            /* of headrace_activate, beside the activations of a gate */
 #define PARALLEL_ELEMENTS 16384  /* below this, waking a second thread costs more than it saves */
 
 static inline void load(float *restrict to, const void *from, int64_t at, int n, int dtype) {
@@ -118,6 +119,24 @@ void headrace_gate(int dtype, int threads, int64_t rows, int dim, int activation
             load(up, gate_up, row * 2 * dim + dim + start, n, dtype);
             for (int i = 0; i < n; i += LANES) *(f32x *)(gate + i) = activate(*(f32x *)(gate + i), activation, dtype) * *(f32x *)(up + i);
             store(out, row * dim + start, gate, n, dtype);
+        }
+    }
+}
+
+/* out[rows][dim] = activation of values. A result depends on its own value only. torch computes the last values of a tensor, and of
+ * a thread's part of it, by other instructions than the rest. */
+void headrace_activate(int dtype, int threads, int64_t rows, int dim, int activation, const void *values, void *out) {
+#pragma omp parallel for num_threads(threads) if (rows * dim >= PARALLEL_ELEMENTS)
+    for (int64_t row = 0; row < rows; row++) {
+        float x[256] = {0}; /* whole vectors, also at the end of a row */
+        for (int start = 0; start < dim; start += 256) {
+            int n = dim - start < 256 ? dim - start : 256;
+            load(x, values, row * dim + start, n, dtype);
+            for (int i = 0; i < n; i += LANES) {
+                f32x v = *(f32x *)(x + i);
+                *(f32x *)(x + i) = activation == EXACT_GELU ? gelu(v) : activate(v, activation, dtype);
+            }
+            store(out, row * dim + start, x, n, dtype);
         }
     }
 }

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FEATURES = 32768
 MAX_HEAD_DIM = 1024
+_EXACT_GELU = 2
 
 _int, _long, _float, _pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -34,6 +35,7 @@ def library() -> ctypes.CDLL:
         ),
         "headrace_add_normed": (*common, _int, _pointer, _pointer, _pointer, _float),
         "headrace_gate": (*common, _int, _int, _pointer, _pointer),
+        "headrace_activate": (*common, _int, _int, _pointer, _pointer),
         "headrace_quantise_rows": (*common, _int, _pointer, _pointer, _pointer),
         "headrace_scale_rows": (*common, _int, _pointer, _pointer, _pointer, _pointer),
         "headrace_argmax": (*common, _long, _int, _pointer, _pointer),
@@ -138,6 +140,20 @@ def gate(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         features // 2,
         activation,
         gate_up.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
+
+
+def activate(values: torch.Tensor, activation: Activation | None) -> torch.Tensor:
+    """Return the activation of each value; None: the exact GELU. [rows, features]"""
+    out = torch.empty_like(values)
+    library().headrace_activate(
+        native_library.DTYPES[values.dtype],
+        torch.get_num_threads(),
+        *values.shape,
+        _EXACT_GELU if activation is None else activation,
+        values.data_ptr(),
         out.data_ptr(),
     )
     return out

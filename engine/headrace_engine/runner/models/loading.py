@@ -102,10 +102,15 @@ def load_weights(
     return model.eval()
 
 
-def register_attention(method: Any) -> str:
-    """Register a method with the signature of an attention function of transformers. Return its unique name."""
+def register_attention(method: Any, *, is_compiled: bool = False) -> str:
+    """Register a method with the signature of an attention function of transformers. Return its unique name.
+
+    Args:
+        is_compiled: torch.compile traces the method, and cannot trace a weak reference. The registry then keeps its
+            object for good.
+    """
     name = f"headrace_{next(_names)}"
-    AttentionInterface.register(name, _without_holding(method))
+    AttentionInterface.register(name, method if is_compiled else _without_holding(method))
     return name
 
 

@@ -6,7 +6,7 @@ computes the texts of one length together.
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypedDict, Unpack
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from headrace_engine.runner.attention.backend import scale_of
 from headrace_engine.runner.attention.varlen import VarlenAttention
 from headrace_engine.runner.contracts import PoolingInput
 
+CPU: Final = torch.device("cpu")
 # Arguments of the attention function that have no effect on inference.
 _IRRELEVANT: Final = {"dropout", "position_ids", "cache_position", "output_attentions", "output_hidden_states"}
 
@@ -25,7 +26,7 @@ class Encoder(Protocol):
     """How texts are computed together, for the log."""
 
     def __call__(self, inputs: Sequence[PoolingInput]) -> torch.Tensor:
-        """Return the last hidden states of all texts, one after the other: [tokens, hidden size]."""
+        """Return the last hidden states of all texts, one after the other: [tokens, hidden size] on the CPU."""
 
 
 class Positions:
@@ -77,7 +78,7 @@ def own_output(model: PreTrainedModel, one: PoolingInput) -> Any:
     return model(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        **options_of(model, token_type_ids=_types([one])[None], use_cache=False),
+        **options_of(model, token_type_ids=token_types([one])[None], use_cache=False),
     )
 
 
@@ -90,7 +91,7 @@ def options_of(model: PreTrainedModel, **options: Any) -> dict[str, Any]:
     return found
 
 
-def _types(inputs: Sequence[PoolingInput]) -> torch.Tensor:
+def token_types(inputs: Sequence[PoolingInput]) -> torch.Tensor:
     types = [torch.zeros(len(one.token_ids), dtype=torch.long) for one in inputs]
     for one, own in zip(inputs, types, strict=True):
         if one.second_from:
@@ -98,35 +99,24 @@ def _types(inputs: Sequence[PoolingInput]) -> torch.Tensor:
     return torch.cat(types)
 
 
-class PackedEncoder:
-    """Computes all texts in one row [1, tokens]. `attend` is the model's attention function."""
+class AttentionOptions(TypedDict):
+    """What differs from layer to layer."""
 
-    name = "packed"
+    both_ways: bool
+    window: int | None
+    scale: float
+    softcap: float | None
 
-    def __init__(self, attention: VarlenAttention) -> None:
-        self.attention = attention
+
+class OwnAttention:
+    """The attention function of a transformers model, instead of its own. Subclasses define `compute`."""
+
+    is_compiled = False
+    """Whether torch.compile traces it."""
+
+    def __init__(self) -> None:
         self.unknown_options: set[str] = set()
         """Arguments of the attention function that have an effect which it does not have here."""
-        self._base: PreTrainedModel
-        self._positions: Positions
-
-    def use(self, base: PreTrainedModel, positions: Positions) -> None:
-        """Set the model. It was loaded with `attend` as its attention function."""
-        self._base, self._positions = base, positions
-
-    def __call__(self, inputs: Sequence[PoolingInput]) -> torch.Tensor:
-        lengths = [len(one.token_ids) for one in inputs]
-        self.attention.begin(lengths)
-        first = self._positions.first
-        options = options_of(
-            self._base,
-            position_ids=torch.cat([torch.arange(first, first + length) for length in lengths])[None],
-            token_type_ids=_types(inputs)[None],
-            use_cache=False,
-        )
-        ids = torch.tensor([[token for one in inputs for token in one.token_ids]])
-        hidden: torch.Tensor = self._base(input_ids=ids, attention_mask=None, **options).last_hidden_state
-        return hidden[0]
 
     def attend(
         self,
@@ -144,7 +134,7 @@ class PackedEncoder:
     ) -> tuple[torch.Tensor, None]:
         """Compute attention.
 
-        transformers calls it in every layer: query [1, heads, tokens, dim] -> [1, tokens, heads, dim]. Its
+        transformers calls it in every layer: query [texts, heads, tokens, dim] -> [texts, tokens, heads, dim]. Its
         `sliding_window` means: less than this many tokens away, in both directions if the layer is not causal.
         """
         in_use = {name for name, given in others.items() if given is not None and given is not False}
@@ -152,16 +142,70 @@ class PackedEncoder:
         if attention_mask is not None:
             self.unknown_options.add("attention_mask")
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-        output = self.attention.forward(
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
+        output = self.compute(
+            query,
+            key,
+            value,
             both_ways=not causal,
             window=sliding_window,
             scale=scale_of(scaling, query.shape[-1]),
             softcap=softcap,
         )
-        return output[None], None
+        return output, None
+
+    def compute(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **options: Unpack[AttentionOptions],
+    ) -> torch.Tensor:
+        """Compute one layer. Shapes are those of `attend`, options those of `VarlenAttention.forward`."""
+        raise NotImplementedError
+
+
+class PackedEncoder(OwnAttention):
+    """Computes all texts in one row [1, tokens]. `attend` is the model's attention function."""
+
+    name = "packed"
+
+    def __init__(self, attention: VarlenAttention, device: torch.device = CPU) -> None:
+        super().__init__()
+        self.attention = attention
+        self._device = device
+        self._base: PreTrainedModel
+        self._positions: Positions
+
+    def use(self, base: PreTrainedModel, positions: Positions) -> None:
+        """Set the model. It was loaded with `attend` as its attention function."""
+        self._base, self._positions = base, positions
+
+    def __call__(self, inputs: Sequence[PoolingInput]) -> torch.Tensor:
+        lengths = [len(one.token_ids) for one in inputs]
+        self.attention.begin(lengths)
+        first = self._positions.first
+        positions = torch.cat([torch.arange(first, first + length) for length in lengths])[None]
+        options = options_of(
+            self._base,
+            position_ids=positions.to(self._device),
+            token_type_ids=token_types(inputs)[None].to(self._device),
+            use_cache=False,
+        )
+        ids = torch.tensor([[token for one in inputs for token in one.token_ids]], device=self._device)
+        hidden: torch.Tensor = self._base(input_ids=ids, attention_mask=None, **options).last_hidden_state
+        return hidden[0].cpu()
+
+    def compute(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **options: Unpack[AttentionOptions],
+    ) -> torch.Tensor:
+        output = self.attention.forward(
+            query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), **options
+        )
+        return output[None]
 
 
 class EqualLengthEncoder:
@@ -169,8 +213,9 @@ class EqualLengthEncoder:
 
     name = "in groups of equal length"
 
-    def __init__(self, base: PreTrainedModel) -> None:
+    def __init__(self, base: PreTrainedModel, device: torch.device = CPU) -> None:
         self._base = base
+        self._device = device
 
     def __call__(self, inputs: Sequence[PoolingInput]) -> torch.Tensor:
         groups: dict[int, list[int]] = {}
@@ -179,8 +224,9 @@ class EqualLengthEncoder:
         found: dict[int, torch.Tensor] = {}
         for length, indices in groups.items():
             same = [inputs[index] for index in indices]
-            ids = torch.tensor([one.token_ids for one in same])
-            options = options_of(self._base, token_type_ids=_types(same).view(-1, length), use_cache=False)
+            ids = torch.tensor([one.token_ids for one in same], device=self._device)
+            types = token_types(same).view(-1, length).to(self._device)
+            options = options_of(self._base, token_type_ids=types, use_cache=False)
             hidden = self._base(input_ids=ids, attention_mask=torch.ones_like(ids), **options).last_hidden_state
-            found.update(zip(indices, hidden, strict=True))
+            found.update(zip(indices, hidden.cpu(), strict=True))
         return torch.cat([found[index] for index in range(len(inputs))])

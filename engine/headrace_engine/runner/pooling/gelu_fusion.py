@@ -35,7 +35,7 @@ class GeluFusion:
             for module in model.modules():
                 if isinstance(module, nn.Linear):
                     hooks.callback(module.register_forward_hook(remember).remove)
-                elif _is_exact_gelu(module):
+                elif is_exact_gelu(module):
                     hooks.callback(module.register_forward_hook(look_up).remove)
             yield
 
@@ -55,5 +55,5 @@ class GeluFusion:
         return count
 
 
-def _is_exact_gelu(module: nn.Module) -> bool:
+def is_exact_gelu(module: nn.Module) -> bool:
     return isinstance(module, GELUActivation) or (isinstance(module, nn.GELU) and module.approximate == "none")

@@ -31,8 +31,11 @@ def check_options(config: EngineConfig) -> None:
     """Raise ConfigError, which names every option that a pooling model does not have."""
     model = config.model
     problems = []
-    if model.device not in ("auto", "cpu"):
-        problems.append(f"device is {model.device!r}, but models that embed or score run on the CPU only")
+    if config.static.tensor_parallel_size > 1:
+        problems.append(
+            f"tensor_parallel_size is {config.static.tensor_parallel_size}, but models that embed or score run on one "
+            "device"
+        )
     if model.quantization is not None:
         problems.append(f"quantization is {model.quantization!r}, but models that embed or score are not quantised")
     if model.trust_remote_code:
@@ -74,20 +77,23 @@ def model_class(config: ModelConfig, spec: PoolingSpec, hf_config: Any) -> type[
 
 
 def load_pooling_model(
-    config: ModelConfig, kind: type[PreTrainedModel], spec: PoolingSpec, hf_config: Any, dtype: torch.dtype, attend: Any
+    config: ModelConfig,
+    kind: type[PreTrainedModel],
+    spec: PoolingSpec,
+    hf_config: Any,
+    dtype: torch.dtype,
+    attention: str | None,
 ) -> PreTrainedModel:
     """Load the model.
 
     Args:
-        attend: a method that becomes the attention function of the model. None: it keeps its own.
+        attention: the registered name of its attention function. None: the model keeps its own.
 
     Raises:
         ModelLoadError: a weight is missing, or a file cannot be read.
         ConfigError: the weights do not fit into the free memory.
     """
-    options = {}
-    if attend is not None:
-        options["attn_implementation"] = loading.register_attention(attend)
+    options = {} if attention is None else {"attn_implementation": attention}
     transformers_logging.disable_progress_bar()
     with permanent_errors(config.model, "loaded"):
         weight_memory.check_weights_fit(spec.folder, dtype)

@@ -1,4 +1,4 @@
-"""The CPU runner of models that embed or score: texts packed without padding, one row of numbers each."""
+"""The runner of models that embed or score: many texts at once, one row of numbers each."""
 
 import logging
 import time
@@ -10,30 +10,30 @@ from headrace_engine.checkpoints.checkpoint import fingerprint
 from headrace_engine.checkpoints.pooling_folder import PoolingSpec, read_pooling_spec
 from headrace_engine.errors import ConfigError, ModelLoadError
 from headrace_engine.options.config import EngineConfig
-from headrace_engine.runner.attention.varlen import NativeVarlen, TorchVarlen, VarlenAttention
 from headrace_engine.runner.contracts import ModelInfo, PoolingBatch, PoolingInfo
-from headrace_engine.runner.linear import native_linear, packed_linear
-from headrace_engine.runner.linear.native_linear import NativeLinear
-from headrace_engine.runner.linear.packed_linear import PackedLinear
 from headrace_engine.runner.linear.prepared_linear import LinearKind
-from headrace_engine.runner.linear.replacement import pack_linear_layers, watch_weights
 from headrace_engine.runner.models import loading
 from headrace_engine.runner.pooling import pooling_loading
-from headrace_engine.runner.pooling.encoders import Encoder, EqualLengthEncoder, PackedEncoder, Positions
-from headrace_engine.runner.pooling.gelu_fusion import GeluFusion
+from headrace_engine.runner.pooling.encoders import Encoder, OwnAttention, Positions
 from headrace_engine.runner.pooling.heads import ClassifierHead, Head, LogitScoreHead
 from headrace_engine.runner.pooling.packing_probe import PackingProbe
+from headrace_engine.runner.pooling.placement import LoadedModel, Placement
 from headrace_engine.runner.pooling.rows import RowFinisher, labels_of, pooling_info
 from headrace_engine.runner.pooling.vectors import ModuleChain
 
 logger = logging.getLogger(__name__)
 
 
-class CPUPoolingRunner:
-    """Implements `PoolingRunner` in float32 or bfloat16. Everything after the hidden states is float32."""
+class TransformersPoolingRunner:
+    """Implements `PoolingRunner` in float32 or bfloat16. Everything after the hidden states is float32.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Raises:
+        ConfigError: an option does not fit a model that embeds or scores.
+    """
+
+    def __init__(self, config: EngineConfig, placement: Placement) -> None:
         self._config = config
+        self._placement = placement
         self._spec: PoolingSpec
         self._encoder: Encoder
         self._head: Head
@@ -43,7 +43,6 @@ class CPUPoolingRunner:
     def load_model(self) -> ModelInfo:
         """Raises ModelLoadError or ConfigError if the folder cannot be served with these options."""
         started = time.perf_counter()
-        pooling_loading.check_options(self._config)
         config = self._config.model
         spec = read_pooling_spec(config.model)
         if spec is None:
@@ -51,20 +50,20 @@ class CPUPoolingRunner:
         self._spec = spec
         hf_config = pooling_loading.read_config(config, spec)
         kind = pooling_loading.model_class(config, spec, hf_config)
-        dtype = loading.resolve_dtype(config, hf_config, computes_bfloat16=packed_linear.computes_bfloat16())
-        attention = _attention()
-        packed = PackedEncoder(attention) if kind._supports_attention_backend else None
-        model = pooling_loading.load_pooling_model(
-            config, kind, spec, hf_config, dtype, packed.attend if packed is not None else None
-        )
+        dtype = loading.resolve_dtype(config, hf_config, computes_bfloat16=self._placement.computes_bfloat16)
+        attention = self._placement.own_attention(kind)
+        name = None
+        if attention is not None:
+            name = loading.register_attention(attention.attend, is_compiled=attention.is_compiled)
+        model = pooling_loading.load_pooling_model(config, kind, spec, hf_config, dtype, name)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        info = self._prepare(model, packed, hf_config)
+        info = self._prepare(model, attention, hf_config)
         logger.info(
             "loaded %s: %.0f M parameters, %s, %s attention, texts computed %s, %.1f s",
             kind.__name__,
             num_parameters / 1e6,
             dtype,
-            attention.name,
+            self._placement.attention,
             self._encoder.name,
             time.perf_counter() - started,
         )
@@ -74,46 +73,35 @@ class CPUPoolingRunner:
             eos_token_ids=[],
             architecture=kind.__name__,
             dtype=str(dtype).removeprefix("torch."),
-            device="cpu",
-            attention=attention.name,
+            device=self._placement.device,
+            attention=self._placement.attention,
             num_parameters=num_parameters,
             weights=fingerprint(spec.folder),
             pooling=info,
         )
 
-    def _prepare(self, model: PreTrainedModel, packed: PackedEncoder | None, hf_config: object) -> PoolingInfo:
-        """Choose how texts are computed together, and replace the linear layers."""
-        spec, base, dtype = self._spec, model.base_model, model.dtype
-        own_attention = model.config._attn_implementation
+    def _prepare(self, model: PreTrainedModel, attention: OwnAttention | None, hf_config: object) -> PoolingInfo:
+        """Choose how texts are computed together, and check the results."""
+        name = model.config._attn_implementation
         model.set_attn_implementation("eager")
+        base = model.base_model
         positions = Positions(base)
         max_tokens = self._max_tokens(positions.max_tokens(hf_config))
-        probe = PackingProbe(model, spec, max_tokens)
-        dense = NativeLinear if native_linear.preferred(torch.float32) else None
-        head = self._make_head(model, dense)
-        gelus = GeluFusion()
-        with watch_weights(base) as keep:
-            if packed is not None:
-                model.set_attn_implementation(own_attention)
-                base.set_attn_implementation(own_attention)
-                packed.use(base, positions)
-                reason = probe.reason_not_to_pack(packed, head, base)
-                if reason is not None:
-                    logger.warning("%s is computed in groups of equal length: %s", type(model).__name__, reason)
-                    packed = None
-            self._encoder = packed if packed is not None else EqualLengthEncoder(base)
-            if packed is None:
-                base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
-            with gelus.watch(base):
-                self._check(probe, head, model)
-        linear = _linear(dtype)
-        if linear is NativeLinear:
-            gelus.apply(base, keep)
-        if linear is not None:
-            pack_linear_layers(base, keep, linear)
-            self._check(probe, head, model)
-        self._head = head
-        batch_invariant = packed is not None and packed.attention.name == "native" and linear is dense is NativeLinear
+        probe = PackingProbe(model, self._spec, max_tokens)
+        self._head = head = self._make_head(model, self._placement.dense)
+        loaded = LoadedModel(
+            model=model,
+            base=base,
+            attention=attention,
+            attention_name=name,
+            positions=positions,
+            max_tokens=max_tokens,
+            probe=probe,
+            head=head,
+        )
+        self._encoder = self._placement.place(loaded)
+        self._check(probe, head, model)
+        batch_invariant = self._placement.may_be_batch_invariant(self._encoder)
         return self._info(head, model, max_tokens, batch_invariant and probe.is_batch_invariant(self._encoder, head))
 
     def _make_head(self, model: PreTrainedModel, linear: LinearKind | None) -> Head:
@@ -171,17 +159,3 @@ class CPUPoolingRunner:
 
     def shutdown(self) -> None:
         """Do nothing: the end of the process frees everything."""
-
-
-def _attention() -> VarlenAttention:
-    try:
-        return NativeVarlen()
-    except OSError as error:
-        logger.warning("attention is computed by torch, which is slower: %s", error)
-        return TorchVarlen()
-
-
-def _linear(dtype: torch.dtype) -> LinearKind | None:
-    if native_linear.preferred(dtype):
-        return NativeLinear
-    return PackedLinear if packed_linear.supports(dtype) else None

@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from headrace_engine.errors import RecompilationError
 
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""`StaticDecoder.forward`, compiled or not."""
+"""The forward pass of a step, compiled or not."""
 
 
 class CompilerBackend(Protocol):

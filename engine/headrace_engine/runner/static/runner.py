@@ -8,7 +8,6 @@ import logging
 import time
 
 import torch
-from tqdm.auto import tqdm
 
 from headrace_engine.checkpoints.checkpoint import fingerprint
 from headrace_engine.errors import ConfigError
@@ -22,8 +21,9 @@ from headrace_engine.runner.sampling.request_processors import ProcessorSet
 from headrace_engine.runner.sampling.sampler import SamplingRow, prompt_logprobs, sample
 from headrace_engine.runner.static.compiler_backend import CompilerBackend
 from headrace_engine.runner.static.group import Kind, WorkerRanks
-from headrace_engine.runner.static.shapes import ShapeGrid, StaticInputs, empty_inputs, pad
+from headrace_engine.runner.static.shapes import Shape, ShapeGrid, StaticInputs, empty_inputs, pad
 from headrace_engine.runner.static.shard import ModelShard
+from headrace_engine.runner.static.warm_up import warm_up
 from headrace_engine.runner.static.weights import check_ranks, decoder_spec, read_generation_config
 
 logger = logging.getLogger(__name__)
@@ -128,24 +128,12 @@ class StaticPagedRunner:
         """Compile every shape, so that no request waits for a compiler."""
         shapes = self._grid.shapes()
         self._shard.compile(len(shapes))
-        logger.info("compiling %d shapes for %s", len(shapes), self._compiler_backend.name)
-        started = time.perf_counter()
-        # a progress bar on a terminal; the log has lines in any case
-        bar = tqdm(shapes, desc="Compiling", unit="shape", disable=None)
-        for number, shape in enumerate(bar, 1):
-            begun = time.perf_counter()
+
+        def run(shape: Shape) -> None:
             choice, _ = self._run(empty_inputs(shape), Kind.WARM_UP)
             self._compiler_backend.to_host(choice)
-            logger.info("compiled %d of %d: %s, %.1f s", number, len(shapes), shape, time.perf_counter() - begun)
-        if fallbacks := self._compiler_backend.fallback_operators():
-            raise ConfigError(f"{self._compiler_backend.name} ran operators on the CPU instead: {', '.join(fallbacks)}")
-        self.warm_up_seconds = time.perf_counter() - started
-        logger.info(
-            "%d shapes, %d graphs compiled in %.1f s",
-            len(shapes),
-            self._compiler_backend.num_graphs(),
-            self.warm_up_seconds,
-        )
+
+        self.warm_up_seconds = warm_up(self._compiler_backend, shapes, run)
 
     @torch.no_grad()
     def execute_model(self, batch: StepBatch) -> StepOutput:

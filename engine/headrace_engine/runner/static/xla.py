@@ -63,10 +63,8 @@ class XLA:
         self._xla.sync()  # pending operations of the load are not a graph of a step
         self._compiled_before = self._num_compilations()
 
-        def run(
-            tokens: torch.Tensor, rows: torch.Tensor, sampling_values: torch.Tensor
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            output: tuple[torch.Tensor, torch.Tensor] = step.forward(tokens, rows, sampling_values)
+        def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            output: tuple[torch.Tensor, torch.Tensor] = step.forward(*inputs)
             self._xla.sync()
             return output
 

@@ -125,6 +125,7 @@ def _worker_options(settings: BrokerSettings) -> dict[str, Any]:
         "tenant_weights": settings.weights,
         "ageing_seconds": settings.ageing_seconds,
         "prefix_affinity": settings.prefix_affinity,
+        "prefix_grace": settings.prefix_grace,
         "tenant_order": settings.order,
         "tenant_quota": settings.max_queued_requests_per_tenant,
         # kombu's timer for restoring messages also drives the reaping of expired leases

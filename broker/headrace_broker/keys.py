@@ -31,6 +31,11 @@ REAPER_MILLISECONDS: Final = 600
 """How long a worker that has died stays the reaper of its queues. With `REAPER_SECONDS` it is a second at most."""
 ELECTION_SECONDS: Final = 2.0
 """How often the other workers try to become the reaper or the deputy of a queue."""
+HOLDERS_SECONDS: Final = 3600
+HOLDERS_KEPT: Final = 10_000
+"""The most conversations of a queue whose holders are known: those that were taken last."""
+CREDIT_MILLISECONDS: Final = 5000
+"""How long a worker's free slots are believed. Workers with free slots renew them after 2 to 3 s."""
 SHARE_SECONDS: Final = 86_400
 """Lifetime of a tenant's service after its last message. Service is the tokens received, divided by the weight."""
 
@@ -40,6 +45,9 @@ KEYS: Final = KeySchema(
         "ENDED_SECONDS": str(ENDED_SECONDS),
         "SHARE_SECONDS": str(SHARE_SECONDS),
         "REAPER_MILLISECONDS": str(REAPER_MILLISECONDS),
+        "HOLDERS_SECONDS": str(HOLDERS_SECONDS),
+        "HOLDERS_KEPT": str(HOLDERS_KEPT),
+        "CREDIT_MILLISECONDS": str(CREDIT_MILLISECONDS),
         **{f"DEAD_{reason.name}": reason.value for reason in DeadLetterReason},
     }
 )
@@ -175,6 +183,30 @@ def wake_up_key(queue: str) -> str:
     return f"headrace:ready:bell:{queue}"
 
 
+# -- prefix affinity: only workers with `--prefix-affinity` and a `--prefix-grace` use these keys
+
+
+@KEYS.built("hash", _WORKER, f"{span(HOLDERS_SECONDS)} after the last message of a conversation")
+def holders_key(queue: str) -> str:
+    """By conversation: its holder, the owner of leases that took its latest request, and the unix microseconds of it.
+
+    Beyond `HOLDERS_KEPT` the oldest of a few random conversations is forgotten for each new one.
+    """
+    return f"headrace:ready:holders:{queue}"
+
+
+@KEYS.built("string", _WORKER, f"{CREDIT_MILLISECONDS} ms")
+def credit_key(queue: str, worker: str) -> str:
+    """How many choices this worker, an owner of leases, can take from this queue; absent if it has no free slot."""
+    return f"headrace:ready:credit:{queue}:{worker}"
+
+
+@KEYS.built("list", _WORKER, f"{CREDIT_MILLISECONDS} ms, or until the worker takes it")
+def holder_wake_up_key(queue: str, worker: str) -> str:
+    """One wake-up token for this worker if a message of a conversation that it holds waits in this queue."""
+    return f"headrace:ready:bell:{queue}:{worker}"
+
+
 # -- fair share: the service that tenants have received
 
 VIRTUAL_TIME_KEY: Final = KEYS.fixed(
@@ -277,7 +309,10 @@ def step_of(list_name: str) -> int:
 def queue_key_types(queue: str) -> dict[str, RedisType]:
     """Return the type of each key that all messages of a queue need. Keys of single tenants are not included."""
     lists = queue_lists(queue)
-    of_queue = (reaper_key, deputy_key, waiting_key, deadlines_key, delayed_tenants_key, costs_key, wake_up_key)
+    of_queue = (
+        *(reaper_key, deputy_key, waiting_key, deadlines_key, delayed_tenants_key, costs_key, wake_up_key),
+        holders_key,
+    )
     of_lists = (arrived_key, sorted_ids_key, held_key, delayed_key, tenants_key, served_key)
     fixed = [key for key in KEYS if not key.parts and key.name not in ("models", "probe")]
     return (

@@ -70,6 +70,14 @@ class BrokerSettings:
     prefix_affinity: bool = option(
         False, "Among the next tenant's requests, a worker prefers a prompt that begins like one that it ran recently."
     )
+    prefix_grace: float = option(
+        0.05,
+        "With --prefix-affinity: how long the next request of a conversation waits for the worker that took the last "
+        "one, if that worker has a free slot; 0: not at all.",
+        metavar="S",
+        least=0,
+        most=1,
+    )
     order: str = option(
         ARRIVAL,
         "Order of a tenant's requests: arrival takes them as they came; deadline takes the one that expires first, and "

@@ -35,6 +35,7 @@ QUEUED_CANCEL_TTL_SECONDS: Final = 86_400
 
 _PREFIX_CHARS: Final = 256
 _PREFIX_TOKENS: Final = 64
+_HASH_BYTES: Final = 8
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _EXPIRES_LIMIT: Final = timedelta(days=365)
@@ -144,6 +145,7 @@ def submission_of(
     if not isinstance(request, PoolingRequest):
         prompt, choices = _prompt_and_choices(request)
         headers["prefix"] = prefix_of(prompt, model if isinstance(model, str) else "")
+        headers |= _conversation_headers(prompt, options)
         if choices > 1:
             headers["choices"] = choices
     for header in ("tenant", "cache_salt", "idempotency_key"):
@@ -153,6 +155,8 @@ def submission_of(
     if (prefix_key := options.get("prefix_key")) is not None:
         problems += name_problems("prefix_key", prefix_key)
         headers["prefix"] = _digest([model, headers.get("tenant"), str(prefix_key)])
+        if not isinstance(request, PoolingRequest) and "conversation" not in headers:
+            headers["continues"] = headers["conversation"] = headers["prefix"]
     if (abandon_after := plain(options.get("abandon_after"))) is not None:
         if not is_abandon_after(abandon_after):
             limits = f"{SHORTEST_SECONDS} to {LONGEST_SECONDS}"
@@ -225,8 +229,27 @@ def prefix_of(request: GenerateRequest, model: str) -> str:
     return _digest([model, request.lora, beginning])
 
 
+def _conversation_headers(request: GenerateRequest, options: SubmitRequest) -> dict[str, str]:
+    """Return the headers `continues` and `conversation` of a chat.
+
+    `conversation` is a hash of all messages but the answers, and `continues` is that of the request that got the last
+    answer. Answers are left out because clients may change them: some remove the reasoning. A chat without an answer
+    continues nothing, so a system prompt that many chats have in common makes none of them alike.
+    """
+    seed = _digest([request.lora, request.tools, str(options.get("tenant")), str(options.get("cache_salt"))])
+    conversation, answered, continues = hashlib.blake2b(seed.encode(), digest_size=_HASH_BYTES), None, None
+    for message in request.messages or ():
+        if message["role"] == "assistant":
+            answered = conversation.hexdigest()
+        else:
+            continues, text = answered, text_of(message).encode(errors="surrogatepass")
+            conversation.update(b"%s\n%d\n%s" % (message["role"].encode(errors="surrogatepass"), len(text), text))
+    headers = {"conversation": conversation.hexdigest()} if request.messages else {}
+    return headers if continues is None else {"continues": continues, **headers}
+
+
 def _digest(parts: Sequence[Any]) -> str:
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=_HASH_BYTES).hexdigest()
 
 
 def prepare_all(many: Iterable[SubmitRequest], *, default_model: str | None) -> list[Submission]:

@@ -6,13 +6,15 @@
 -- LIST: the lists of the queues, in the order in which they are served. count: number of free slots. Each choice of a
 -- message takes one.
 -- packed_policy: msgpack map of weights (by tenant), ageing_seconds, quota, order of a tenant's messages
--- ('arrival' or 'deadline') and, with affinity, prefixes: those of this worker's recent messages.
+-- ('arrival' or 'deadline') and, with affinity, prefixes: those of this worker's recent messages. With a grace also
+-- grace: the microseconds for which a message waits for the holder of its conversation.
 -- mode: 'sort' to sort first, 'sort only' (with count 0) to lease nothing, '' to lease without sorting.
 -- num_lists: only messages that arrived in one of the first num_lists lists are leased, and none that aged into them;
 -- '' for all lists.
 -- num_split: a message with more choices than slots are left is leased only if it arrived in one of the first num_split
 -- lists. It is then the last one. '' for all lists.
--- Returns {leased, dead, number of unsorted messages, the problem that blocks sorting or leasing or ''}.
+-- Returns {leased, dead, number of unsorted messages, the problem that blocks sorting or leasing or '', microseconds
+-- until the end of the grace of the first message that this call has offered to its holder or ''}.
 -- leased: for each message {lease id, list where it arrived, body, number of deliveries, its tenant's quota if the
 -- message exceeds it or 0, request id bound to it or '', microseconds that it has waited or '', list where it waited
 -- last, number of preemptions, number of choices}.
@@ -35,6 +37,9 @@ local LONGEST_MESSAGE, BYTES_KEPT, ESCAPES_PASSED = 8 * 1024 * 1024, 4096, 10000
 -- Prefix affinity chooses among the first CANDIDATES messages of the next tenant. It skips a message MOST_SKIPS times
 -- at most.
 local CANDIDATES, MOST_SKIPS = 16, 8
+-- Each message that waits for its holder makes its tenant stand aside, so there are fewer of them than tries to lease.
+local lookups_left = 64
+local FORGOTTEN_AMONG = 16
 
 local time = redis.call('TIME')
 local microseconds = time[1] * 1000000 + time[2]
@@ -181,9 +186,9 @@ local function sort(list)
       forget(id)
       known = false
     end
-    local tenant, prefix, request, choices, deadline
+    local tenant, prefix, request, choices, deadline, continues, conversation
     if id and (has_same_id or not known) then
-      tenant, prefix, request, choices, deadline = tenant_of(body)
+      tenant, prefix, request, choices, deadline, continues, conversation = tenant_of(body)
     end
     local first = has_same_id and id or request and holder_of(request)
     if not id then
@@ -203,7 +208,7 @@ local function sort(list)
       if has_problem(problem_of_tenant(list, tenant)) then return end
       local record = {
         list = list, level = list, tenant = tenant, since = since, prefix = prefix, request = request, sorted = microseconds,
-        choices = choices, deadline = deadline,
+        choices = choices, deadline = deadline, continues = continues, conversation = conversation,
       }
       if is_over and mode == 'sort only' then return end -- a later fetch refuses it
       redis.call('HSET', LEASE_BODIES, id, body)
@@ -273,8 +278,70 @@ end
 local held_prefixes = not lists_taken_from and policy.prefixes and {}
 for _, prefix in ipairs(held_prefixes and policy.prefixes or {}) do held_prefixes[prefix] = true end
 
-local function is_held(record)
-  return record ~= nil and record.prefix ~= nil and held_prefixes[record.prefix] ~= nil
+-- With a grace, a conversation's next request waits for the worker that took the last one, its holder. That worker has
+-- the conversation in its prefix cache. The keys of this are hints: if one has the wrong type, messages do not wait.
+local grace = held_prefixes and policy.grace
+local standings = {} -- by id: see `standing_of`
+local credits = {} -- by queue and worker: choices that may still be offered to it
+local retry_after
+
+-- Returns the worker that has the message's conversation, or nil if it is unknown.
+local function holder_of_conversation(record)
+  local holders = holders_key(queue_of(record.list))
+  if not record.continues or lookups_left <= 0 or problem_of(holders, 'hash') then return end
+  lookups_left = lookups_left - 1
+  return string.match(redis.call('HGET', holders, record.continues) or '', '^(%S+) ')
+end
+
+-- Offers the message to its holder, if that has free slots for it, and wakes it. Returns whether it has.
+local function offer(id, record, holder, age)
+  local queue, choices = queue_of(record.list), record.choices or 1
+  local credit, token = credit_key(queue, holder), holder_wake_up_key(queue, holder)
+  credits[credit] = credits[credit] or kind_of(credit) == 'string' and number_in(redis.call('GET', credit)) or 0
+  if credits[credit] < choices or problem_of(token, 'list') then return false end
+  credits[credit] = credits[credit] - choices
+  if record.offered ~= holder then -- the first call that offers it wakes the holder, and its worker comes back later
+    record.offered = holder
+    keep(id, record)
+    if redis.call('EXISTS', token) == 0 then redis.call('LPUSH', token, '1') end
+    redis.call('PEXPIRE', token, CREDIT_MILLISECONDS)
+    retry_after = math.min(retry_after or grace, grace - age)
+  end
+  return true
+end
+
+-- Returns 'mine' if this worker is the holder of the message's conversation, 'waits' if the message waits for another
+-- holder now, else 'free'.
+local function standing_of(id, record)
+  local holder = holder_of_conversation(record)
+  if holder == owner then return 'mine' end
+  local age = microseconds - math.max(record.sorted or 0, record.due or 0)
+  local is_young = age >= 0 and age < grace -- negative if the clock was set back
+  return holder and is_young and offer(id, record, holder, age) and 'waits' or 'free'
+end
+
+-- Returns how much this worker prefers a message: 2 if it is the holder of its conversation, 1 if a recent message began
+-- alike, else 0; nil if the message waits for another holder.
+local function preference(id, record)
+  if grace and not standings[id] then standings[id] = standing_of(id, record) end
+  if standings[id] == 'waits' then return nil end
+  return standings[id] == 'mine' and 2 or record.prefix and held_prefixes[record.prefix] and 1 or 0
+end
+
+-- Records this worker as the holder of the message's conversation. Among more than HOLDERS_KEPT conversations, it
+-- forgets the oldest of some random ones.
+local function hold_conversation(record)
+  local holders = holders_key(queue_of(record.list))
+  if not record.conversation or problem_of(holders, 'hash') then return end
+  redis.call('HSET', holders, record.conversation, string.format('%s %.0f', owner, microseconds))
+  redis.call('EXPIRE', holders, HOLDERS_SECONDS)
+  if redis.call('HLEN', holders) <= tonumber(HOLDERS_KEPT) then return end
+  local some, oldest, since = redis.call('HRANDFIELD', holders, FORGOTTEN_AMONG, 'WITHVALUES'), nil, math.huge
+  for i = 1, #some, 2 do
+    local taken = number_in(string.match(some[i + 1], ' (%d+)$'), 0)
+    if taken < since then oldest, since = some[i], taken end
+  end
+  redis.call('HDEL', holders, oldest)
 end
 
 -- Returns ids of the tenant's first messages, the next one first: at least `most` if it has so many. With the order
@@ -297,16 +364,25 @@ local function first_ids(list, tenant, most)
 end
 
 -- Returns the tenant's next message: its id, its record, and the id of the earlier message that affinity skips, if any.
+-- The id is false if all messages that affinity looks at wait for their holders.
 local function choose(list, tenant)
   local ids = first_ids(list, tenant, held_prefixes and CANDIDATES or 1)
-  local id = ids[1]
-  local record = id and record_at(list, id)
-  if not record or not held_prefixes or is_held(record) or (record.skipped or 0) >= MOST_SKIPS then return id, record end
-  for i = 2, #ids do
-    local other = record_at(list, ids[i])
-    if is_held(other) then return ids[i], other, id end
+  if not held_prefixes then return ids[1], ids[1] and record_at(list, ids[1]) end
+  local first, best, best_record, most
+  for _, id in ipairs(ids) do
+    local record = record_at(list, id)
+    if not record and not first then return id end
+    local preferred = record and preference(id, record)
+    if preferred and not first then
+      first, best, best_record, most = id, id, record, preferred
+      if (record.skipped or 0) >= MOST_SKIPS then break end
+    elseif preferred and preferred > most then
+      best, best_record, most = id, record, preferred
+    end
+    if most == (grace and 2 or 1) then break end
   end
-  return id, record
+  if not first and #ids > 0 then return false end
+  return best, best_record, best ~= first and first or nil
 end
 
 -- Returns the id and the record of the tenant's next message that arrived in one of the lists to take from, or nothing.
@@ -335,7 +411,8 @@ local function take(id, record, start)
   if not body then forget(id) end
   if not deliveries then return end
   if held_prefixes and record.prefix then held_prefixes[record.prefix] = true end
-  record.taken = microseconds
+  if policy.grace then hold_conversation(record) end
+  record.taken, record.offered = microseconds, nil
   charge(id, record, start, policy.weights[record.tenant] or 1)
   lease(id, record, body, deliveries, 0)
   reply_bytes_left = reply_bytes_left - #body
@@ -375,6 +452,10 @@ for i, list in ipairs(LIST) do
   end
 end
 
+-- By queue: whether messages may wait that another worker can take now. Without a grace, all that wait may be such.
+local may_wake = {}
+for queue in pairs(lists_of) do may_wake[queue] = not grace end
+
 local unsorted = 0
 if is_to_sort then
   for _, list in ipairs(lists) do
@@ -394,17 +475,20 @@ if is_to_sort then
 end
 
 -- If this script has sorted many bytes, the next one leases the messages, so that no script runs long.
+local slots_left = wanted
 if unsorted == 0 and bytes_left <= 0 and wanted > 0 then
   unsorted = 1
 elseif unsorted == 0 then
-  local tries_left, slots_left = wanted + 100, wanted
+  local tries_left = wanted + 100
   for _, list in ipairs(lists) do
     local num_blocked = 0 -- tenants at the front of the order without a message to take now; they keep their places
+    local is_done = not in_use[list]
     if not is_taken_from[list] then break end
     while in_use[list] and slots_left > 0 and tries_left > 0 and reply_bytes_left > 0 do
       local least = redis.call('ZRANGE', tenants_key(list), num_blocked, num_blocked, 'WITHSCORES')
       local tenant, start = least[1], number_in(least[2], 0)
-      if not tenant then break end
+      is_done = not tenant
+      if is_done then break end
       tries_left = tries_left - 1
       if has_problem(problem_of_tenant(list, tenant)) then
         num_blocked = num_blocked + 1
@@ -416,8 +500,11 @@ elseif unsorted == 0 then
           id, record, skipped = choose(list, tenant)
         end
         local choices = record and record.choices or 1
-        if not id and lists_taken_from or choices > slots_left and not may_split[record.list] then
+        if id == false then
+          num_blocked = num_blocked + 1 -- its messages wait for their holders, and other tenants do not
+        elseif not id and lists_taken_from or choices > slots_left and not may_split[record.list] then
           num_blocked = num_blocked + 1
+          may_wake[queue_of(list)] = true
         elseif record then
           record.tenant = tenant
           slots_left = slots_left - (take(id, record, start) and choices or 0)
@@ -430,10 +517,24 @@ elseif unsorted == 0 then
         end
       end
     end
+    if not is_done then may_wake[queue_of(list)] = true end
   end
 end
 for queue, queue_lists in pairs(lists_of) do
   if problem == '' and #leased - num_refused < wanted then recount(queue, queue_lists) end
-  update_wake_up(queue)
+  if may_wake[queue] or unsorted > 0 or problem ~= '' then
+    update_wake_up(queue)
+  else -- all that wait have woken their holders
+    redis.call('DEL', wake_up_key(queue))
+  end
 end
-return {leased, dead, unsorted, problem}
+if grace and unsorted == 0 then -- last, as a server that is out of memory refuses it
+  for queue in pairs(lists_of) do
+    if slots_left > 0 then
+      redis.pcall('SET', credit_key(queue, owner), slots_left, 'PX', CREDIT_MILLISECONDS)
+    else
+      redis.call('DEL', credit_key(queue, owner))
+    end
+  end
+end
+return {leased, dead, unsorted, problem, retry_after and string.format('%.0f', retry_after) or ''}

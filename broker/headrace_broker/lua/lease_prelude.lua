@@ -81,7 +81,8 @@ local function is_record(record)
     and is_finite(record.skipped or 0) and is_finite(record.preempted or 0) and is_finite(record.sorted or 0)
     and is_finite(record.due or 0) and is_finite(record.first or 0) and is_finite(record.held or 0)
     and is_finite(record.taken or 0) and is_finite(record.choices or 1) and (record.choices or 1) >= 1
-    and is_finite(record.deadline or 0)
+    and is_finite(record.deadline or 0) and is_text_or_nil(record.continues) and is_text_or_nil(record.conversation)
+    and is_text_or_nil(record.offered)
 end
 
 -- Returns the record of a message; nil if there is none, if it is invalid, or if it is not of the given queue.

@@ -18,6 +18,8 @@
 --   charge: expected tokens that its tenant was charged at the lease; weight: the tenant's weight at that time
 --   deadline: when it expires, or nil
 --   choices: number of choices that its header or a worker gave, or nil for one; refused: true if it exceeds the quota
+--   continues: the conversation that it continues, or nil; conversation: the one that later requests may continue, or nil
+--   offered: the worker to which it was offered as the holder of its conversation, or nil
 --   skipped: how often affinity preferred a later message; preempted: how often it made room for a higher priority
 
 local MOST_TENANTS = 1000

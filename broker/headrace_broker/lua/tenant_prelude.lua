@@ -45,15 +45,17 @@ local function deadline_of(headers)
 end
 
 -- Returns the tenant of the message, or '' if it is missing or invalid; the hash of its prompt's beginning, or nil; its
--- request id, or nil; its number of choices, or nil; and its deadline, or nil. Only the part from the headers on is
--- decoded. The pattern cannot match inside a string of the message, where its quotes would be escaped.
+-- request id, or nil; its number of choices, or nil; its deadline, or nil; the conversation that it continues, or nil;
+-- and the one that later requests may continue, or nil. Only the part from the headers on is decoded. The pattern
+-- cannot match inside a string of the message, where its quotes would be escaped.
 local function tenant_of(body)
   local at = string.find(body, '"headers":', 1, true)
   if not at or #body - at > LONGEST_HEADERS then return '' end
   local headers = headers_in(string.sub(body, at))
   if not headers then return '' end
   return text_of(headers.tenant, LONGEST_TENANT) or '', text_of(headers.prefix, LONGEST_PREFIX), request_of(headers),
-    choices_of(headers), deadline_of(headers)
+    choices_of(headers), deadline_of(headers), text_of(headers.continues, LONGEST_PREFIX),
+    text_of(headers.conversation, LONGEST_PREFIX)
 end
 
 -- Returns the SHA-1 of a message. A large message would take up to 50 ms, so its middle is left out if its request id

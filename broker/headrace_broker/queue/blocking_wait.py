@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 
 from kombu.transport.redis import MultiChannelPoller
 
-from headrace_broker.keys import arrived_key, wake_up_key
+from headrace_broker.keys import arrived_key, holder_wake_up_key, wake_up_key
 
 WAIT_SECONDS: Final = 10.0
 """How long one wait lasts if no message arrives. A server that has not answered some seconds later is gone."""
@@ -29,6 +29,11 @@ def wait_command(list_name: str) -> tuple[Any, ...]:
 def wake_up_command(queue: str) -> tuple[Any, ...]:
     """Return the command that waits for the wake-up token of the queue, and takes it."""
     return ("BLPOP", wake_up_key(queue), WAIT_SECONDS)
+
+
+def holder_wake_up_command(queue: str, worker: str) -> tuple[Any, ...]:
+    """Return the command that waits for the worker's own wake-up token of the queue, and takes it."""
+    return ("BLPOP", holder_wake_up_key(queue, worker), WAIT_SECONDS)
 
 
 class WaitingChannel(Protocol):
@@ -48,8 +53,8 @@ class BlockingWait:
 
     def __init__(self, channel: WaitingChannel, queue: str, command: tuple[Any, ...]) -> None:
         self.queue: Final = queue
+        self.command: Final = command
         self._channel: Final = channel
-        self._command: Final = command
         self.connection: Final = channel.async_pool.get_connection()
         self._started_at: float | None = None
 
@@ -64,7 +69,7 @@ class BlockingWait:
             poller._register(*key)
         self._started_at = None
         # A health check would wait for its reply here, on a connection that may be half open.
-        self.connection.send_command(*self._command, check_health=False)
+        self.connection.send_command(*self.command, check_health=False)
         self._started_at = time.monotonic()
 
     def read_reply(self) -> bool:

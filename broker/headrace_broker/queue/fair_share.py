@@ -28,6 +28,14 @@ class FairShare:
 
     order: str = ARRIVAL
     """One of `ORDERS`."""
+    prefix_grace: float = 0.0
+    """With prefix affinity: for so many seconds a conversation's next request waits for the worker that took the last
+    one, if that worker has a free slot. 0: it waits for no worker."""
+
+    @property
+    def has_grace(self) -> bool:
+        """Whether requests wait for the worker that has their conversation."""
+        return self.prefix_affinity and self.prefix_grace > 0
 
     def packed(self, prefixes: Iterable[str] = ()) -> bytes:
         """Return the settings as msgpack for the scripts. `prefixes` are the recent prefixes of this worker."""
@@ -37,6 +45,7 @@ class FairShare:
             "quota": self.quota,
             "order": self.order,
             **({"prefixes": list(prefixes)} if self.prefix_affinity else {}),
+            **({"grace": self.prefix_grace * 1e6} if self.has_grace else {}),
         }
         packed: bytes = msgpack.packb(policy)
         return packed

@@ -11,13 +11,22 @@ producer pushed it to the sorted set of its tenant. Then tenants get shares of t
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import redis
 
-from headrace_broker.keys import ELECTION_SECONDS, deputy_key, reaper_key, step_of
+from headrace_broker.keys import (
+    CREDIT_MILLISECONDS,
+    ELECTION_SECONDS,
+    credit_key,
+    deputy_key,
+    holder_wake_up_key,
+    reaper_key,
+    step_of,
+)
 from headrace_broker.queue.dead_letters import DeadLetter
 from headrace_broker.queue.fair_share import FairShare
 from headrace_broker.scripts import script
@@ -34,6 +43,8 @@ PREFIXES_KEPT: Final = 64
 """With prefix affinity: of so many latest prefixes a process prefers messages."""
 _LONGEST_PREFIX: Final = 32
 """In characters; the same as in `lua/tenant_prelude.lua`."""
+_CREDIT_SECONDS: Final = 2.0
+"""With a prefix grace: how often an idle worker tells the others how many free slots it has."""
 _SORT_ROUNDS: Final = 30
 """The most scripts, of some milliseconds each, that one fetch runs to sort new messages."""
 _SORT_ONLY_ROUNDS: Final = 3
@@ -88,7 +99,9 @@ class Leases:
 
     It outlives every connection: a settlement that fails is pending, and `tick` retries it. `on_lost` is called with
     the object that `hold` got for each lost lease. `on_dead_letter` is called with each message that this process makes
-    a dead letter, and `on_refused` with the reason when messages cannot be taken or returned.
+    a dead letter, and `on_refused` with the reason when messages cannot be taken or returned. `on_offered` is called
+    when a fetch has left messages to the holders of their conversations, with the seconds after which any worker may
+    take the first of them. This worker has to fetch again then, because the holder may be dead.
     """
 
     def __init__(
@@ -110,6 +123,7 @@ class Leases:
         self.on_lost: Callable[[Any], None] = lambda _held: None
         self.on_dead_letter: Callable[[DeadLetter], None] = lambda _letter: None
         self.on_refused: Callable[[str], None] = lambda _reason: None
+        self.on_offered: Callable[[float], None] = lambda _seconds: None
         self._lists: Final[dict[str, Sequence[str]]] = {}
         """By queue that this process serves: its lists."""
         self.is_reaper = False
@@ -118,6 +132,8 @@ class Leases:
         self._pending: Final[dict[str, Callable[[], None]]] = {}
         self._tokens: Final[dict[str, int]] = {}
         self._clock: Final = clock
+        self._tell_credit_from = clock()
+        """When `tell_credit` writes again. Until then Redis knows that there are free slots."""
         self._renewed_at = clock()
         self._reap_from = clock()
         self._elect_from = clock()
@@ -178,6 +194,34 @@ class Leases:
         if problem:
             self.on_refused(problem)
 
+    @property
+    def has_grace(self) -> bool:
+        """Whether messages wait for the holder of their conversation. Then this worker waits for its own token, too."""
+        return self._fair_share.has_grace
+
+    def tell_credit(self, queues: Iterable[str], slots: int) -> None:
+        """With a prefix grace, let messages of this worker's conversations wait for it, as it has free slots.
+
+        To be called whenever the worker begins to wait: it writes only every two seconds, or after a fetch that has
+        filled all slots. Does nothing if Redis refuses to write: then the messages do not wait. Other errors of Redis
+        pass through.
+        """
+        if self.has_grace and self._clock() >= self._tell_credit_from:
+            self._tell_credit_from = self._clock() + _CREDIT_SECONDS
+            with suppress(redis.ResponseError):
+                for queue in queues:
+                    self._client.set(credit_key(queue, self.owner), slots, px=CREDIT_MILLISECONDS)
+
+    def withdraw_credit(self, queue: str) -> None:
+        """Let no message wait for this worker, as it cannot fetch. Redis's errors pass through."""
+        self._tell_credit_from = self._clock()
+        self._client.delete(credit_key(queue, self.owner))
+
+    def wake_up_again(self, queue: str) -> None:
+        """Create this worker's own wake-up token again, because it could not fetch yet. Redis's errors pass through."""
+        self._client.lpush(holder_wake_up_key(queue, self.owner), "1")
+        self._client.pexpire(holder_wake_up_key(queue, self.owner), CREDIT_MILLISECONDS)
+
     def wake(self, lists: Sequence[str]) -> None:
         """Let the messages that wait in these lists wake another worker. Redis's errors pass through.
 
@@ -224,13 +268,17 @@ class Leases:
         Returns how many messages are left unsorted, and the problem that blocks messages, or ''.
         """
         limits = ("" if limit is None else limit for limit in (taken_from, split_from))
-        leased, dead, unsorted, problem = self._run["fetch"](
+        leased, dead, unsorted, problem, retry_after = self._run["fetch"](
             count, self.owner, self.lease_seconds, self.delivery_limit, policy, mode, *limits, list=lists
         )
+        if retry_after:
+            self.on_offered(int(retry_after) / 1e6)
         for list_name, body, deliveries, reason, bound_id in dead:
             letter = DeadLetter(reason.decode(), list_name.decode(), deliveries, body, bound_id=_id_of(bound_id))
             self._report_dead(letter)
         messages += [_leased_message(fields) for fields in leased]
+        if not unsorted and sum(message.choices for message in messages if not message.over_quota) >= count:
+            self._tell_credit_from = self._clock()  # the script has withdrawn it
         return unsorted, problem.decode(errors="replace")
 
     def take_delayed(self, lists: Sequence[str], count: int) -> list[LeasedMessage]:

@@ -30,7 +30,13 @@ from redis.retry import Retry
 from headrace_broker.content import loads
 from headrace_broker.errors import MalformedMessageError, TransportConfigurationError
 from headrace_broker.keys import ALL_STEPS, QUEUE_PREFIX, arrived_key, sorted_ids_key, step_of
-from headrace_broker.queue.blocking_wait import BlockingWait, WaitPoller, wait_command, wake_up_command
+from headrace_broker.queue.blocking_wait import (
+    BlockingWait,
+    WaitPoller,
+    holder_wake_up_command,
+    wait_command,
+    wake_up_command,
+)
 from headrace_broker.queue.fair_share import ARRIVAL, FairShare
 from headrace_broker.queue.leases import LeasedMessage, Leases
 from headrace_broker.queue.loop_turn import Turn
@@ -76,6 +82,7 @@ class LeaseRegistry:
                     channel.tenant_quota,
                     channel.prefix_affinity,
                     channel.tenant_order,
+                    channel.prefix_grace,
                 ),
             )
         return self._leases[database]
@@ -154,6 +161,7 @@ class Channel(kombu_redis.Channel):
     ageing_seconds = 0.0
     tenant_quota = 0
     prefix_affinity = False
+    prefix_grace = 0.0
     tenant_order = ARRIVAL
     preemption_wait_seconds = 0.0
     master_name: str | None = None
@@ -166,6 +174,7 @@ class Channel(kombu_redis.Channel):
         "ageing_seconds",
         "tenant_quota",
         "prefix_affinity",
+        "prefix_grace",
         "tenant_order",
     )
 
@@ -221,6 +230,7 @@ class Channel(kombu_redis.Channel):
             self.leased = leased
             if leased:
                 self.leases.serve(queue, self._lists_of(queue))
+                self.leases.on_offered = self._fetch_after
         return super().basic_consume(queue, no_ack, *args, **kwargs)
 
     def _is_leased(self, queue: str) -> bool:
@@ -298,6 +308,9 @@ class Channel(kombu_redis.Channel):
                     self._wait_for(queue, wait_command(name)).start(poller)
                 if not fits_nothing:  # else all sorted messages have too many choices now
                     self._wait_for(queue, wake_up_command(queue)).start(poller)
+                if self.leases.has_grace:
+                    self._wait_for(queue, holder_wake_up_command(queue, self.leases.owner)).start(poller)
+            self.leases.tell_credit(self.active_queues, self.free_slots())
         except redis.ResponseError as error:
             self._was_refused(error)
 
@@ -331,13 +344,38 @@ class Channel(kombu_redis.Channel):
                 return False
             may_fetch = self._is_ready_to_fetch() and self.free_slots() > 0 and wait.queue in self.active_queues
             if not may_fetch:
-                self.leases.wake(self._lists_of(wait.queue))
+                self._pass_on(wait)
         except redis.ResponseError as error:
             return self._fetch_past(error)
         if self.fetch():
             return True
         self.schedule_preempting_fetch()
         return False
+
+    def _pass_on(self, wait: BlockingWait) -> None:
+        """Wake another worker for the messages that have ended this wait. This worker cannot fetch them."""
+        if self.leases.has_grace and wait.command == holder_wake_up_command(wait.queue, self.leases.owner):
+            if self.hands_over and self.free_slots() > 0:  # it waits for this token again as soon as it can fetch
+                self.leases.wake_up_again(wait.queue)
+                return
+            self.leases.withdraw_credit(wait.queue)
+        self.leases.wake(self._lists_of(wait.queue))
+
+    def _fetch_after(self, seconds: float) -> None:
+        """Fetch messages that this worker has left to others, if they still wait after these seconds."""
+        if self.connection.loop is not None:
+            self.connection.loop.call_later(seconds, self._on_grace_end)
+
+    def _on_grace_end(self) -> None:
+        if self._closing or not self.active_queues:
+            return  # the reaper wakes a worker
+        if self._is_ready_to_fetch() and self.free_slots() > 0:
+            self.fetch()
+            return
+        try:
+            self.leases.wake(self._lists())
+        except redis.ResponseError as error:
+            self._was_refused(error)
 
     def schedule_remaining_preempting(self) -> None:
         """Schedule another preempting fetch if the last one filled its slots. Called before each poll."""

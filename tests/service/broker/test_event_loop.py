@@ -24,9 +24,9 @@ QUEUE = Queue("headrace.m", exchange="", routing_key="headrace.m")
 class Loop:
     """An event loop with one leased consumer. A test can make it reconnect."""
 
-    def __init__(self, url: str, lease_seconds: float, *, reap_seconds: float = 0.05) -> None:
+    def __init__(self, url: str, lease_seconds: float, *, reap_seconds: float = 0.05, **options: Any) -> None:
         self.url = url
-        self.options = {"lease_seconds": lease_seconds, "unacked_restore_interval": reap_seconds}
+        self.options = {"lease_seconds": lease_seconds, "unacked_restore_interval": reap_seconds, **options}
         self.hub = Hub()
         self.free_slots = 10
         self.messages: list[Any] = []

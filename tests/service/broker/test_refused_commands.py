@@ -136,7 +136,8 @@ SENT: Final = {
 def without(name: str) -> list[str]:
     """Return the rules of a user who may only read the keys of this declaration."""
     patterns = {key.name: re.sub("<[^>]*>", "*", key.pattern) for key in KEYS}
-    rest = [f"~{pattern}" for other, pattern in patterns.items() if other != name]
+    wider = [p for p in patterns.values() if p.endswith("*") and patterns[name].startswith(p.removesuffix("*"))]
+    rest = [f"~{pattern}" for pattern in patterns.values() if pattern not in wider and pattern != patterns[name]]
     return ["resetkeys", *rest, f"%R~{patterns[name]}"]
 
 

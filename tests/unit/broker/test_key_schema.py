@@ -173,7 +173,7 @@ def test_the_keys_of_a_queue_have_their_declared_types() -> None:
     assert types["headrace.m"] == types["headrace:dead"] == types["headrace:ready:bell:headrace.m"] == "list"
     assert types["headrace:lease:body"] == types["headrace:share:mean"] == "hash"
     assert types["headrace:ready:ids:headrace.m\x06\x169"] == types["headrace:lease:leases"] == "zset"
-    assert len(types) == 9 + 7 + 4 * 6 + 4
+    assert len(types) == 9 + 8 + 4 * 6 + 4
 
 
 def test_durations_are_shown_in_the_largest_whole_unit() -> None:

@@ -1,5 +1,7 @@
 """Settings from arguments and the environment, and invalid values."""
 
+from typing import Any
+
 import pytest
 
 from headrace_broker.errors import SettingsError
@@ -29,6 +31,17 @@ def test_a_boolean_is_read_from_a_word(text: str, value: bool) -> None:
     assert BrokerSettings.from_env({"HEADRACE_PREFIX_AFFINITY": text}).prefix_affinity is value
 
 
+@pytest.mark.parametrize("grace", [-0.001, 1.001, float("nan"), True, "0.05"])
+def test_a_prefix_grace_beyond_a_second_is_refused(grace: Any) -> None:
+    rule = "prefix_grace must be a number of at least 0 and at most 1"
+    with pytest.raises(SettingsError, match=f"^{rule}, got {grace!r}$"):
+        BrokerSettings(prefix_grace=grace)
+
+
+def test_the_prefix_grace_may_be_anything_up_to_a_second() -> None:
+    assert [BrokerSettings(prefix_grace=grace).prefix_grace for grace in (0, 0.05, 1)] == [0, 0.05, 1]
+
+
 def test_weights_of_tenants_are_read_from_one_line() -> None:
     settings = BrokerSettings.from_env({"HEADRACE_TENANT_WEIGHTS": "acme=4, a=b=0.5,"})
     assert settings.weights == {"acme": 4.0, "a=b": 0.5}
@@ -50,6 +63,12 @@ def test_weights_of_tenants_are_read_from_one_line() -> None:
         ({"HEADRACE_RESULT_TTL_SECONDS": "0"}, "HEADRACE_RESULT_TTL_SECONDS must be"),
         ({"HEADRACE_DELIVERY_LIMIT": "0"}, "HEADRACE_DELIVERY_LIMIT must be an integer of at least 1"),
         ({"HEADRACE_PREFIX_AFFINITY": "maybe"}, "HEADRACE_PREFIX_AFFINITY must be true or false, got 'maybe'"),
+        (
+            {"HEADRACE_PREFIX_GRACE": "1.5"},
+            "HEADRACE_PREFIX_GRACE must be a number of at least 0 and at most 1, got '1.5'",
+        ),
+        ({"HEADRACE_PREFIX_GRACE": "-0.01"}, "HEADRACE_PREFIX_GRACE must be a number of at least 0 .* got '-0.01'"),
+        ({"HEADRACE_PREFIX_GRACE": "nan"}, "HEADRACE_PREFIX_GRACE must be a number .* got 'nan'"),
         ({"HEADRACE_ORDER": "deadlines"}, "order must be arrival or deadline, got 'deadlines'"),
         ({"HEADRACE_AGEING_SECONDS": "-1"}, "HEADRACE_AGEING_SECONDS must be"),
         ({"HEADRACE_MAX_QUEUED_REQUESTS_PER_TENANT": "-1"}, "HEADRACE_MAX_QUEUED_REQUESTS_PER_TENANT must be"),

@@ -12,7 +12,7 @@ VLLM_VENV := .venv-vllm-$(VLLM_VERSION)
 # most modules are never imported; Python compiles the others when they are
 QUIET := --quiet --disable-pip-version-check --no-compile
 
-.PHONY: help demo test bytecode test-all mutations test-xla test-vllm test-triton triton browser model lint ops-tools packages check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz minilm gguf schemas tool-oracle conformance clients comply chaos chaos-batch hostile load fleet-idle fleet-burst fleet-sim attacks stack systemd venv clean
+.PHONY: help demo test bytecode test-all mutations test-xla test-vllm test-triton triton browser model lint ops-tools packages check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz minilm gguf schemas tool-oracle conformance clients comply chaos chaos-batch hostile load fleet-idle fleet-burst fleet-affinity fleet-sim attacks stack systemd venv clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -201,6 +201,9 @@ fleet-idle: $(STAMP) ## what idle workers cost Redis, and how many of them one m
 
 fleet-burst: $(STAMP) ## how 40 requests at once spread over four idle workers, and how long their first tokens take
 	@cd tests && ../$(BIN)/python -m fleet.burst
+
+fleet-affinity: $(STAMP) ## how many turns of conversations find their prompt cached, with and without --prefix-grace
+	@cd tests && ../$(BIN)/python -m fleet.conversations
 
 fleet-sim: $(STAMP) ## a simulated fleet of 10 to 1,000 workers that pull, beside routers that push; minutes
 	@$(BIN)/python benchmarks/fleet_sim.py

@@ -8,7 +8,7 @@ token of a prompt. Outputs have 150 tokens and prompts 400 in the median, with l
 `--real` runs real workers whose engines sleep, sends them requests, and simulates the same requests.
 
 The simulated workers take messages by the product's own rules: `choices_to_fetch`, `TokenCredit`, the default quantum
-and lease, and the limits of prefix affinity in the fetch script.
+and lease, the grace of prefix affinity, and its limits in the fetch script.
 """
 
 import argparse

@@ -8,7 +8,7 @@ from typing import Any
 
 from fleet_model.arrivals import Arrivals, Request, Sizes
 from fleet_model.engine import StepCost
-from fleet_model.fleet import AFFINITY, FETCH_QUANTUM, POLICIES, QUANTUM, Fleet, Plan
+from fleet_model.fleet import AFFINITY, FETCH_QUANTUM, GRACE, POLICIES, QUANTUM, Fleet, Plan
 from fleet_model.routers import NUM_ROUTERS
 
 _WARM_SHARE, _COOL_SHARE = 0.2, 0.05
@@ -164,7 +164,7 @@ def _special(count: int) -> Iterator[Case]:
         yield replace(case, name=f"bursts of 50, quantum {quantum}", burst=50, quantum=quantum, policies=(QUANTUM,))
     yield replace(case, name="2 of 10 at half speed", slow_share=0.2)
     yield replace(case, name="5 machines die", num_deaths=5)
-    sessions = replace(case, slots=8, load=0.6, count=count // 2, turns=6, policies=(*POLICIES, AFFINITY))
+    sessions = replace(case, slots=8, load=0.6, count=count // 2, turns=6, policies=(*POLICIES, AFFINITY, GRACE))
     yield replace(sessions, name="conversations of 6 turns")
     short = Sizes(output_median=1, output_sigma=0.0, prompt_median=60, prompt_sigma=0.8, most_prompt=2000)
     embedding = replace(

@@ -30,9 +30,11 @@ def _default(settings: type, name: str) -> Any:
 
 FETCH_QUANTUM: int = _default(WorkerSettings, "fetch_quantum")
 LEASE_SECONDS: float = _default(BrokerSettings, "lease_seconds")
-PULL, QUANTUM, AFFINITY = "pull", "pull, quantum", "pull, affinity"
+PREFIX_GRACE: float = _default(BrokerSettings, "prefix_grace")
+PULL, QUANTUM, AFFINITY, GRACE = "pull", "pull, quantum", "pull, affinity", "pull, affinity, grace"
 POLICIES = (PULL, QUANTUM, *ROUTERS)
-"""`PULL` takes as many messages as there are free slots. `AFFINITY` is `QUANTUM` with `--prefix-affinity`."""
+"""`PULL` takes as many messages as there are free slots. `AFFINITY` is `QUANTUM` with `--prefix-affinity` and a
+`--prefix-grace` of 0, and `GRACE` is the same with the default grace."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,12 @@ class Fleet:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
         self.workers = [self._worker(number) for number in range(plan.num_workers)]
-        self.queue = PullQueue(self._wake, has_affinity=plan.policy == AFFINITY)
+        self.queue = PullQueue(
+            self._wake,
+            self._at,
+            has_affinity=plan.policy in (AFFINITY, GRACE),
+            grace=PREFIX_GRACE if plan.policy == GRACE else 0.0,
+        )
         self._router: Router | None = None
         if not plan.pulls:
             self._router = ROUTERS[plan.policy](plan.num_workers, self._random)
@@ -161,9 +168,9 @@ class Fleet:
     def _on_wake(self, worker: SimulatedWorker) -> None:
         count = worker.free_slots()
         if count <= 0:
-            self.queue.pass_on()
+            self.queue.pass_on(worker, self.now)
             return
-        taken = self.queue.fetch(worker, count)
+        taken = self.queue.fetch(worker, count, self.now)
         for request in taken:
             if request.session >= 0:
                 worker.remember(request.session, PREFIXES_KEPT)
@@ -172,7 +179,7 @@ class Fleet:
 
     def _wait(self, worker: SimulatedWorker) -> None:
         if self.plan.pulls and worker.free_slots() > 0:
-            self.queue.wait(worker)
+            self.queue.wait(worker, self.now)
 
     def _take(self, worker: SimulatedWorker, requests: Sequence[Request]) -> None:
         for request in requests:

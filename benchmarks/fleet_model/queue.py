@@ -7,12 +7,13 @@ that is the oldest. A fetch sorts all new messages, takes some, and creates the 
 
 import re
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.resources import files
 from itertools import islice
 
 from fleet_model.arrivals import Request
 from fleet_model.worker import SimulatedWorker
+from headrace_broker.keys import CREDIT_MILLISECONDS, HOLDERS_KEPT
 
 
 def affinity_limits() -> tuple[int, int]:
@@ -26,11 +27,28 @@ def affinity_limits() -> tuple[int, int]:
 class PullQueue:
     """Args:
     wake: wakes a worker, which then calls `fetch` or `pass_on`.
+    at: calls a function at a time of the simulation.
     has_affinity: whether fetches prefer messages of conversations that the worker has served.
+    grace: seconds for which the next message of a conversation waits for the worker that took the last one.
     """
 
-    def __init__(self, wake: Callable[[SimulatedWorker], None], *, has_affinity: bool = False) -> None:
-        self._wake = wake
+    def __init__(
+        self,
+        wake: Callable[[SimulatedWorker], None],
+        at: Callable[[float, Callable[[], None]], None],
+        *,
+        has_affinity: bool = False,
+        grace: float = 0.0,
+    ) -> None:
+        self._wake, self._at, self._grace = wake, at, grace
+        self._holders: dict[int, SimulatedWorker] = {}
+        """By conversation, the newest last. Redis counts each request of a conversation, and so knows fewer of them."""
+        self._credits: dict[SimulatedWorker, tuple[int, float]] = {}
+        """Free slots of a worker, and when it told them."""
+        self._offered: dict[Request, SimulatedWorker] = {}
+        self._for_holder = _Waits()
+        self._has_own_token: set[SimulatedWorker] = set()
+        """Workers with a wake-up token of their own."""
         self._affinity = affinity_limits() if has_affinity else None
         self._messages: deque[Request] = deque()
         self._num_new = 0
@@ -55,9 +73,14 @@ class PullQueue:
         self._messages.appendleft(request)
         self._update_token()
 
-    def wait(self, worker: SimulatedWorker) -> None:
+    def wait(self, worker: SimulatedWorker, now: float) -> None:
         """Start the waits that a worker with free slots does not have yet."""
-        if self._num_new and not self._for_list.has(worker):
+        if self._grace and self._credit(worker, now) <= 0:
+            self._credits[worker] = worker.free_slots(), now
+        if worker in self._has_own_token:
+            self._has_own_token.discard(worker)
+            self._wake(worker)
+        elif self._num_new and not self._for_list.has(worker):
             self._num_new -= 1
             self._wake(worker)
         elif self._has_token and not self._for_token.has(worker):
@@ -66,24 +89,66 @@ class PullQueue:
         else:
             self._for_list.add(worker)
             self._for_token.add(worker)
+            self._for_holder.add(worker)
 
     def forget(self, worker: SimulatedWorker) -> None:
         """End the waits of a worker that has died."""
         self._for_list.discard(worker)
         self._for_token.discard(worker)
+        self._for_holder.discard(worker)
 
-    def fetch(self, worker: SimulatedWorker, count: int) -> list[Request]:
+    def fetch(self, worker: SimulatedWorker, count: int, now: float) -> list[Request]:
         """Take up to `count` messages for a worker."""
         self._num_new = 0
-        taken = [self._next(worker) for _ in range(min(count, len(self._messages)))]
-        self._update_token()
+        waiting = self._offer(worker, now) if self._grace else set()
+        taken: list[Request] = []
+        while len(taken) < count and (following := self._next(worker, waiting)) is not None:
+            taken.append(following)
+            self._offered.pop(following, None)
+            if self._grace and following.session >= 0:
+                self._holders.pop(following.session, None)
+                self._holders[following.session] = worker
+        while len(self._holders) > HOLDERS_KEPT:
+            del self._holders[next(iter(self._holders))]
+        self._credits[worker] = count - len(taken), now
+        if len(taken) == count or not waiting:
+            self._update_token()
+        else:
+            self._has_token = False
         return taken
 
-    def pass_on(self) -> None:
-        """Wake another worker, as the one that was woken has no free slot."""
-        while self._num_new and (worker := self._for_list.pop()) is not None:
+    def _credit(self, worker: SimulatedWorker, now: float) -> int:
+        slots, told_at = self._credits.get(worker, (0, now))
+        is_heard = self._for_list.has(worker) or now - told_at < CREDIT_MILLISECONDS / 1000
+        return slots if is_heard else 0
+
+    def _offer(self, worker: SimulatedWorker, now: float) -> set[Request]:
+        """Wake the holders of the first messages' conversations. Returns the messages that wait for them now."""
+        waiting, offered = set(), dict.fromkeys(self._credits, 0)
+        for request in islice(self._messages, self._affinity[0] if self._affinity else 0):
+            holder = self._holders.get(request.session) if request.num_cached else None
+            if holder is None or holder is worker or now >= request.sent_at + self._grace:
+                continue
+            if offered[holder] >= self._credit(holder, now):
+                continue
+            offered[holder] += 1
+            waiting.add(request)
+            if self._offered.get(request) is not holder:
+                self._offered[request] = holder
+                if self._for_holder.has(holder):
+                    self._for_holder.discard(holder)
+                    self._wake(holder)
+                else:
+                    self._has_own_token.add(holder)
+                self._at(request.sent_at + self._grace, lambda: self._wake(worker))
+        return waiting
+
+    def pass_on(self, worker: SimulatedWorker, now: float) -> None:
+        """Wake another worker, as this one was woken and has no free slot."""
+        self._credits[worker] = 0, now
+        while self._num_new and (other := self._for_list.pop()) is not None:
             self._num_new -= 1
-            self._wake(worker)
+            self._wake(other)
         self._update_token()
 
     def _update_token(self) -> None:
@@ -93,16 +158,21 @@ class PullQueue:
         else:
             self._has_token = bool(self._messages)
 
-    def _next(self, worker: SimulatedWorker) -> Request:
-        first = self._messages[0]
-        if self._affinity is None or first.session in worker.sessions or first.skipped >= self._affinity[1]:
-            return self._messages.popleft()
-        for position, other in enumerate(islice(self._messages, self._affinity[0])):
-            if other.session in worker.sessions:
-                first.skipped += 1
-                del self._messages[position]
-                return other
-        return self._messages.popleft()
+    def _next(self, worker: SimulatedWorker, waiting: Collection[Request]) -> Request | None:
+        """Take the worker's next message, unless all wait for their holders."""
+        if self._affinity is None:
+            return self._messages.popleft() if self._messages else None
+        among = [each for each in islice(self._messages, self._affinity[0]) if each not in waiting]
+        if not among:
+            return None
+        first = chosen = among[0]
+        if first.skipped < self._affinity[1]:
+            chosen = next((each for each in among if self._holders.get(each.session) is worker), None) or next(
+                (each for each in among if each.session in worker.sessions), first
+            )
+        first.skipped += chosen is not first
+        self._messages.remove(chosen)
+        return chosen
 
 
 class _Waits:

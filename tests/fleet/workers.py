@@ -37,10 +37,10 @@ def sleeping_service(step_seconds: float) -> Iterator["SleepingService"]:
 class SleepingService(Service):
     environ: dict[str, str]
 
-    def start_workers(self, count: int, *, slots: int = SLOTS) -> None:
-        """Start so many workers, and wait until they are ready."""
+    def start_workers(self, count: int, *, slots: int = SLOTS, **settings: object) -> None:
+        """Start so many workers with these settings, and wait until they are ready."""
         command = [sys.executable, "-m", "load.worker"]
-        settings = {"max_num_seqs": slots, "max_num_batched_tokens": STEP_TOKENS}
+        settings = {"max_num_seqs": slots, "max_num_batched_tokens": STEP_TOKENS, **settings}
         started = [self.start_worker(command=command, environ=self.environ, **settings) for _ in range(count)]
         for worker in started:
             worker.wait_ready()

@@ -14,7 +14,7 @@ import pytest
 from fleet_model.arrivals import Arrivals, Request, Sizes
 from fleet_model.cases import Case, simulate
 from fleet_model.engine import StepCost
-from fleet_model.fleet import AFFINITY, POLICIES, PULL, QUANTUM, Fleet, Plan
+from fleet_model.fleet import AFFINITY, GRACE, POLICIES, PREFIX_GRACE, PULL, QUANTUM, Fleet, Plan
 from fleet_model.queue import affinity_limits
 from headrace_workers.requests import fetch_quantum
 
@@ -35,7 +35,7 @@ def some(count: int, *, sent_at: float = 0.0, outputs: int = 3, prompt: int = 10
     return [Request(number, sent_at, outputs, prompt) for number in range(count)]
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, AFFINITY])
+@pytest.mark.parametrize("policy", [*POLICIES, AFFINITY, GRACE])
 def test_each_request_is_served_exactly_once_though_machines_die(policy: str) -> None:
     case = replace(CASE, num_deaths=4)
     requests = list(Arrivals(case.rate, case.count, turns=3).requests(Random(1)))
@@ -142,6 +142,14 @@ def test_requests_that_wait_in_the_engine_stop_a_worker_only_if_its_model_genera
     assert (worker.free_slots() > 0) == embeds
 
 
+def test_a_grace_finds_the_cached_prefixes_of_conversations_and_delays_no_first_token_by_more_than_itself() -> None:
+    case = replace(CASE, load=0.7, count=1500, turns=6)
+    without, graced = (simulate(case, policy, 1) for policy in (AFFINITY, GRACE))
+    assert without["hit_percent"] < 50
+    assert graced["hit_percent"] > 90
+    assert graced["ttft_ms_p99"] < without["ttft_ms_p99"] + 1000 * PREFIX_GRACE
+
+
 def test_affinity_reads_its_limits_from_the_fetch_script() -> None:
     candidates, most_skips = affinity_limits()
     assert candidates > most_skips > 0
@@ -152,6 +160,6 @@ def test_the_quick_table_has_all_policies_and_a_plot(tmp_path: Path) -> None:
     command = [sys.executable, PROGRAM, "--quick", "--processes", "1"]
     subprocess.run([*command, "--json", figures, "--plot", drawing], check=True, capture_output=True, timeout=300)
     cells = json.loads(figures.read_text())["cells"]
-    assert {cell["policy"] for cell in cells} == {*POLICIES, AFFINITY}
+    assert {cell["policy"] for cell in cells} == {*POLICIES, AFFINITY, GRACE}
     assert all(cell["ttft_ms_p50"] > 0 for cell in cells)
     assert drawing.read_text().startswith("<svg")

@@ -91,7 +91,9 @@ class SubmitOptions(QueueOptions, total=False):
     prompt_token_ids: Sequence[int] | None  # instead of a prompt
     lora: str | None  # name of a LoRA adapter that the model's workers serve
     cache_salt: str | None  # only requests of one tenant with the same salt share blocks of a prefix cache
-    prefix_key: str | None  # --prefix-affinity treats prompts of one tenant with the same key as if they began alike
+    # --prefix-affinity treats prompts of one tenant with the same key as if they began alike, and those without
+    # messages as turns of one conversation
+    prefix_key: str | None
     request: GenerateRequest | None  # made by `GenerateRequest.parse`; replaces the prompt and its options
 
 
@@ -145,7 +147,6 @@ def submission_of(
     if not isinstance(request, PoolingRequest):
         prompt, choices = _prompt_and_choices(request)
         headers["prefix"] = prefix_of(prompt, model if isinstance(model, str) else "")
-        headers |= _conversation_headers(prompt, options)
         if choices > 1:
             headers["choices"] = choices
     for header in ("tenant", "cache_salt", "idempotency_key"):
@@ -154,9 +155,6 @@ def submission_of(
             headers[header] = value
     if (prefix_key := options.get("prefix_key")) is not None:
         problems += name_problems("prefix_key", prefix_key)
-        headers["prefix"] = _digest([model, headers.get("tenant"), str(prefix_key)])
-        if not isinstance(request, PoolingRequest) and "conversation" not in headers:
-            headers["continues"] = headers["conversation"] = headers["prefix"]
     if (abandon_after := plain(options.get("abandon_after"))) is not None:
         if not is_abandon_after(abandon_after):
             limits = f"{SHORTEST_SECONDS} to {LONGEST_SECONDS}"
@@ -165,6 +163,12 @@ def submission_of(
     deadline = _deadline(plain(options.get("expires")), headers["enqueued_at"], problems)
     if problems or model is None:
         raise InvalidRequestError(problems)
+    if not isinstance(request, PoolingRequest):
+        headers |= _conversation_headers(prompt, headers)
+    if prefix_key is not None:
+        headers["prefix"] = _digest([model, headers.get("tenant"), prefix_key])
+        if not isinstance(request, PoolingRequest) and "conversation" not in headers:
+            headers["continues"] = headers["conversation"] = headers["prefix"]
     return Submission(request, model, request_id, priority, deadline, headers, options.get("request_id") is not None)
 
 
@@ -229,14 +233,14 @@ def prefix_of(request: GenerateRequest, model: str) -> str:
     return _digest([model, request.lora, beginning])
 
 
-def _conversation_headers(request: GenerateRequest, options: SubmitRequest) -> dict[str, str]:
+def _conversation_headers(request: GenerateRequest, headers: Mapping[str, Any]) -> dict[str, str]:
     """Return the headers `continues` and `conversation` of a chat.
 
     `conversation` is a hash of all messages but the answers, and `continues` is that of the request that got the last
     answer. Answers are left out because clients may change them: some remove the reasoning. A chat without an answer
     continues nothing, so a system prompt that many chats have in common makes none of them alike.
     """
-    seed = _digest([request.lora, request.tools, str(options.get("tenant")), str(options.get("cache_salt"))])
+    seed = _digest([request.lora, request.tools, headers.get("tenant"), headers.get("cache_salt")])
     conversation, answered, continues = hashlib.blake2b(seed.encode(), digest_size=_HASH_BYTES), None, None
     for message in request.messages or ():
         if message["role"] == "assistant":
@@ -244,8 +248,8 @@ def _conversation_headers(request: GenerateRequest, options: SubmitRequest) -> d
         else:
             continues, text = answered, text_of(message).encode(errors="surrogatepass")
             conversation.update(b"%s\n%d\n%s" % (message["role"].encode(errors="surrogatepass"), len(text), text))
-    headers = {"conversation": conversation.hexdigest()} if request.messages else {}
-    return headers if continues is None else {"continues": continues, **headers}
+    found = {"conversation": conversation.hexdigest()} if request.messages else {}
+    return found if continues is None else {"continues": continues, **found}
 
 
 def _digest(parts: Sequence[Any]) -> str:

@@ -6,8 +6,8 @@
 -- LIST: the lists of the queues, in the order in which they are served. count: number of free slots. Each choice of a
 -- message takes one.
 -- packed_policy: msgpack map of weights (by tenant), ageing_seconds, quota, order of a tenant's messages
--- ('arrival' or 'deadline') and, with affinity, prefixes: those of this worker's recent messages. With a grace also
--- grace: the microseconds for which a message waits for the holder of its conversation.
+-- ('arrival' or 'deadline') and, with affinity, prefixes: those of this worker's recent messages. With a grace it also
+-- has grace: how many microseconds a message waits for the holder of its conversation.
 -- mode: 'sort' to sort first, 'sort only' (with count 0) to lease nothing, '' to lease without sorting.
 -- num_lists: only messages that arrived in one of the first num_lists lists are leased, and none that aged into them;
 -- '' for all lists.
@@ -305,7 +305,7 @@ local function offer(id, record, holder, age)
     keep(id, record)
     if redis.call('EXISTS', token) == 0 then redis.call('LPUSH', token, '1') end
     redis.call('PEXPIRE', token, CREDIT_MILLISECONDS)
-    retry_after = math.min(retry_after or grace, grace - age)
+    retry_after = math.max(retry_after or 0, grace - age) -- the grace of all that it offers is over then
   end
   return true
 end

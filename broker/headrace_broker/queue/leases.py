@@ -219,8 +219,11 @@ class Leases:
 
     def wake_up_again(self, queue: str) -> None:
         """Create this worker's own wake-up token again, because it could not fetch yet. Redis's errors pass through."""
-        self._client.lpush(holder_wake_up_key(queue, self.owner), "1")
-        self._client.pexpire(holder_wake_up_key(queue, self.owner), CREDIT_MILLISECONDS)
+        key = holder_wake_up_key(queue, self.owner)
+        with self._client.pipeline(transaction=True) as commands:
+            commands.lpush(key, "1")
+            commands.pexpire(key, CREDIT_MILLISECONDS)
+            commands.execute()
 
     def wake(self, lists: Sequence[str]) -> None:
         """Let the messages that wait in these lists wake another worker. Redis's errors pass through.

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from engine.pooling.test_parity_with_sentence_transformers import distance, embeddings, recorded, scores
+from engine.pooling.test_varlen import flash_attention
 from engine.pooling.tiny_pooling_models import MAX_TOKENS, SCORERS, VOCAB_SIZE
 from engine.static.fake_neuron import NeuronOnCPU, fake_backend
 from engine.static.traced_graphs import Graph
@@ -80,6 +81,24 @@ def test_padding_and_other_texts_have_no_effect(pooling_folder: Folder) -> None:
     together = torch.split(encoder(texts), [1, 30, 7])
     for text, own in zip(texts, together, strict=True):
         torch.testing.assert_close(encoder([text]), own, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*NAMES, "mpnet"])
+def test_a_gpu_would_compute_the_numbers_of_sentence_transformers(
+    pooling_folder: Folder, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
+) -> None:
+    """On the CPU, with a stand-in for the kernel that only a GPU has."""
+    monkeypatch.setattr("headrace_engine.runner.cuda.device.find_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", flash_attention)
+    llm = LLM(str(pooling_folder(name)), dtype=dtype, device="cuda")
+    exact = dtype == "float32"
+    if name in SCORERS:
+        same = slice(0, -1 if name == "logit-score" else None)
+        off = (scores(llm, activation=False) - recorded(f"{name}/logits"))[same].abs().max()
+        assert float(off) <= (1e-5 if exact else 0.1)
+    else:
+        assert distance(embeddings(llm), recorded(f"{name}/plain")) <= (1e-6 if exact else 5e-3)
 
 
 @pytest.mark.parametrize(

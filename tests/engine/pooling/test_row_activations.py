@@ -31,7 +31,7 @@ def test_values_are_those_of_torch_and_depend_on_nothing_else(name: str, dtype: 
     assert torch.equal(found(values[..., 7:29]), together[..., 7:29])
 
 
-def test_an_activation_that_the_kernel_has_not_stays() -> None:
+def test_an_activation_without_a_kernel_stays() -> None:
     layer = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.ReLU())
     replace_activations(layer)
     assert [type(child) for child in layer] == [nn.Linear, nn.Tanh, nn.ReLU]

@@ -153,6 +153,8 @@ def flash_attention(
     assert starts.dtype == starts_of_keys.dtype == torch.int32
     assert longest == longest_key == int(starts.diff().max())
     assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert query.shape[-1] % 8 == 0
+    assert query.shape[-1] <= 256
     before, after = window_size
     outputs = []
     for first, end in pairwise(starts.tolist()):

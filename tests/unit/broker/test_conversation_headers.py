@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from headrace_broker.client.submission import prepare
+from headrace_broker.errors import InvalidRequestError
 
 SYSTEM = {"role": "system", "content": "You are a poet."}
 
@@ -83,3 +84,9 @@ def test_a_prompt_without_messages_has_no_conversation_unless_a_key_names_it() -
 def test_a_chat_with_a_key_is_found_by_its_messages() -> None:
     keyed = headers(user("a"), answer("b"), user("c"), prefix_key="k")
     assert keyed["continues"] == headers(user("a"))["conversation"]
+
+
+@pytest.mark.parametrize("option", ["tenant", "cache_salt", "prefix_key"])
+def test_a_value_that_is_no_text_is_refused_by_name(option: str) -> None:
+    with pytest.raises(InvalidRequestError, match=option):
+        headers(user("a"), **{option: 10**5000})

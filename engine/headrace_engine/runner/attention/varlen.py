@@ -5,18 +5,24 @@ tokens    [a a a  b b  c c c c]     a token sees only tokens of its own sequence
 """
 
 import ctypes
+import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
+from headrace_engine.errors import ConfigError
 from headrace_engine.runner.attention import native
 from headrace_engine.runner.attention.backend import AttentionMetadata
 from headrace_engine.runner.attention.native import LayerArgs, StepArgs, padded, stored_dim
 from headrace_engine.runner.native.native_library import DTYPES
 
 _BLOCK = 32  # tokens of a block of the scratch memory
+_NEEDED: Final = {"scale", "window_size", "enable_gqa"}
+"""Arguments that torch's varlen_attn got after its first release."""
+_LARGEST_HEAD: Final = 256
 
 
 class VarlenAttention(Protocol):
@@ -132,15 +138,14 @@ class NativeVarlen:
 class FlashVarlen:
     """torch's flash attention for packed sequences on a GPU. Never run on hardware.
 
-    float32 and soft caps, which it does not take, are computed by `TorchVarlen`.
+    `TorchVarlen` computes what it does not take: float32, soft caps, and heads above 256 or no multiple of 8.
+    Raises ConfigError if torch is too old.
     """
 
     name = "flash"
 
     def __init__(self) -> None:
-        from torch.nn.attention.varlen import varlen_attn  # newer than the torch of other devices
-
-        self._attend: Callable[..., Any] = varlen_attn
+        self._attend = _varlen_attention()
         self._others = TorchVarlen()
         self._lengths: Sequence[int] = ()
         self._starts: torch.Tensor | None = None
@@ -160,7 +165,9 @@ class FlashVarlen:
         scale: float,
         softcap: float | None = None,
     ) -> torch.Tensor:
-        if query.dtype == torch.float32 or softcap is not None or query.shape[-1] != value.shape[-1]:
+        size = query.shape[-1]
+        fits = size == value.shape[-1] and size % 8 == 0 and size <= _LARGEST_HEAD
+        if query.dtype == torch.float32 or softcap is not None or not fits:
             return self._others.forward(
                 query, key, value, both_ways=both_ways, window=window, scale=scale, softcap=softcap
             )
@@ -180,6 +187,18 @@ class FlashVarlen:
             enable_gqa=key.shape[1] != query.shape[1],
         )
         return output
+
+
+def _varlen_attention() -> Callable[..., Any]:
+    with suppress(ImportError):
+        from torch.nn.attention.varlen import varlen_attn
+
+        attend: Callable[..., Any] = varlen_attn
+        if inspect.signature(attend).parameters.keys() >= _NEEDED:
+            return attend
+    raise ConfigError(
+        f"models that embed or score need torch 2.12 or newer on a GPU, for its varlen_attn, got {torch.__version__}"
+    )
 
 
 class TorchVarlen:

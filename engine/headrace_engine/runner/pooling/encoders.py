@@ -92,6 +92,7 @@ def options_of(model: PreTrainedModel, **options: Any) -> dict[str, Any]:
 
 
 def token_types(inputs: Sequence[PoolingInput]) -> torch.Tensor:
+    """Return the types of all tokens, one text after the other: 1 for those of the second text of a pair, else 0."""
     types = [torch.zeros(len(one.token_ids), dtype=torch.long) for one in inputs]
     for one, own in zip(inputs, types, strict=True):
         if one.second_from:

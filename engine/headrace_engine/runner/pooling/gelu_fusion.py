@@ -56,4 +56,5 @@ class GeluFusion:
 
 
 def is_exact_gelu(module: nn.Module) -> bool:
+    """Whether a module computes GELU by the error function, not by its approximation."""
     return isinstance(module, GELUActivation) or (isinstance(module, nn.GELU) and module.approximate == "none")

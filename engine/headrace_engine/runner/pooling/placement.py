@@ -5,7 +5,7 @@ What follows the hidden states is always computed on the CPU.
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import nn
@@ -36,6 +36,8 @@ from headrace_engine.runner.static.compiler_backend import CompilerBackend
 
 logger = logging.getLogger(__name__)
 
+_FLASH_CAPABILITY: Final = (8, 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
@@ -55,6 +57,7 @@ class LoadedModel:
     head: Head
 
     def use_own_attention(self) -> None:
+        """Let the model call `attention` instead of its own attention."""
         self.model.set_attn_implementation(self.attention_name)
         self.base.set_attn_implementation(self.attention_name)
 
@@ -67,6 +70,8 @@ class LoadedModel:
 
 
 class Placement(Protocol):
+    """A device, and how it computes texts."""
+
     device: str
     """Its name in `ModelInfo`."""
     attention: str
@@ -127,6 +132,8 @@ class CUDAPlacement:
     computes_bfloat16 = True
 
     def __init__(self, gpu: torch.device) -> None:
+        if gpu.type == "cuda" and torch.cuda.get_device_capability(gpu) < _FLASH_CAPABILITY:
+            raise ConfigError("models that embed or score need a GPU of compute capability 8.0 or newer")
         self._gpu = gpu
         self._varlen = FlashVarlen()
         self.attention = self._varlen.name

@@ -25,11 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class TransformersPoolingRunner:
-    """Implements `PoolingRunner` in float32 or bfloat16. Everything after the hidden states is float32.
-
-    Raises:
-        ConfigError: an option does not fit a model that embeds or scores.
-    """
+    """Implements `PoolingRunner` in float32 or bfloat16. Everything after the hidden states is float32."""
 
     def __init__(self, config: EngineConfig, placement: Placement) -> None:
         self._config = config

@@ -12,7 +12,7 @@ VLLM_VENV := .venv-vllm-$(VLLM_VERSION)
 # most modules are never imported; Python compiles the others when they are
 QUIET := --quiet --disable-pip-version-check --no-compile
 
-.PHONY: help demo test bytecode test-all mutations test-xla test-vllm test-triton triton browser model lint ops-tools packages check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz minilm gguf schemas tool-oracle conformance clients comply chaos chaos-batch hostile load fleet-idle fleet-burst fleet-affinity fleet-sim attacks stack systemd venv clean
+.PHONY: help demo test bytecode test-all mutations test-xla test-vllm test-triton triton browser model lint ops-tools packages check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz minilm gguf schemas tool-oracle conformance clients comply release chaos chaos-streams chaos-versions chaos-batch chaos-canvas hostile load matrix fleet fleet-idle fleet-burst fleet-affinity fleet-growth fleet-protocol fleet-sim fleet-due attacks stack systemd venv clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -104,7 +104,7 @@ lint: $(STAMP) ## ruff, mypy (strict), the import contracts, calls in benchmarks
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@MYPYPATH=benchmarks:tests $(BIN)/mypy $(BENCHMARK_TYPES) benchmarks/*.py benchmarks/fleet_model/*.py
+	@MYPYPATH=benchmarks:tests:release $(BIN)/mypy $(BENCHMARK_TYPES) benchmarks/*.py benchmarks/fleet_model/*.py release/*.py
 	@$(BIN)/lint-imports --no-logo || $(BIN)/lint-imports
 	@$(BIN)/python docs/reference/generate.py --check
 	@$(BIN)/python deploy/redis/generate.py --check
@@ -184,11 +184,29 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 conformance: $(STAMP) ## what every engine must do, case by case; ENGINE=... MODEL=... ARGS="--engine-python ..." for another one
 	@$(BIN)/python -m headrace_engine.conformance --engine $(or $(ENGINE),headrace) --model $(or $(MODEL),smollm2-135m-instruct) $(ARGS)
 
+release: $(STAMP) ## wheels and an sdist in dist/, built twice and compared, with SBOM, licences and audit; nothing is uploaded
+	@$(BIN)/python -m pip install $(QUIET) -c constraints.txt -e '.[release]'
+	@command -v aarch64-linux-gnu-gcc >/dev/null \
+		|| { apt-get update -qq && apt-get install -qq --yes --no-install-recommends gcc-aarch64-linux-gnu libc6-dev-arm64-cross; } >/dev/null 2>&1 \
+		|| echo "The compiler for aarch64 could not be installed"
+	@$(BIN)/python release/build.py
+
 chaos: $(STAMP) ## 200 rounds of random faults on a real service, and 200 on one that embeds, with tables of what was lost
 	@cd tests && ../$(BIN)/python -m chaos && ../$(BIN)/python -m chaos.pooling
 
+# The newest release, or before the first one the last commit without a number of the wire format
+BESIDE ?= $(or $(shell git describe --tags --abbrev=0 2>/dev/null),e86c438f)
+chaos-versions: $(STAMP) ## 60 rounds of faults while an earlier version and this one serve together; BESIDE=... is the earlier one
+	@cd tests && ../$(BIN)/python -m chaos.versions --beside $(BESIDE)
+
+chaos-streams: $(STAMP) ## 200 rounds of random faults on a service with two stream servers, which are killed, hang, fill their disks and lose their data
+	@cd tests && ../$(BIN)/python -m chaos --stream-servers 2
+
 chaos-batch: $(STAMP) ## batches of 2,000 completions and 5,000 embeddings, over HTTP and by the command, while everything is killed
 	@cd tests && ../$(BIN)/python -m chaos.batch && ../$(BIN)/python -m chaos.batch --workload embeddings --lines 5000
+
+chaos-canvas: $(STAMP) ## 200 chains and 20 chords of 50 while workers, and then Redis, are killed, with a count of each callback
+	@cd tests && ../$(BIN)/python -m chaos.canvas
 
 hostile: $(STAMP) ## 10,000 hostile messages on a real service, with a table of what became of each kind
 	@cd tests && ../$(BIN)/python -m hostile
@@ -199,14 +217,30 @@ load: $(STAMP) ## 10,000 queued requests and 1,000 live subscribers for ten minu
 fleet-idle: $(STAMP) ## what idle workers cost Redis, and how many of them one message wakes
 	@cd tests && ../$(BIN)/python -m fleet.idle
 
+matrix: ops-tools ## a short suite with every supported Python, Redis server, Celery producer and torch: 30 to 60 minutes
+	@cd tests && ../$(BIN)/python -m matrix --write
+
+fleet: $(STAMP) ## 16 workers with four stream servers, of which one is killed: every chunk once, and what the servers spend
+	@cd tests && ../$(BIN)/python -m fleet.streams
+
 fleet-burst: $(STAMP) ## how 40 requests at once spread over four idle workers, and how long their first tokens take
 	@cd tests && ../$(BIN)/python -m fleet.burst
 
 fleet-affinity: $(STAMP) ## how many turns of conversations find their prompt cached, with and without --prefix-grace
 	@cd tests && ../$(BIN)/python -m fleet.conversations
 
+fleet-growth: $(STAMP) ## what a request and a chunk cost Redis, by queued messages, tenants, models and readers
+	@cd tests && ../$(BIN)/python -m fleet.growth
+
+fleet-protocol: $(STAMP) ## leases and streams on three servers: lost, late and overtaken calls break no stream, and faults are found
+	@cd tests && ../$(BIN)/python -m fleet.protocol
+
 fleet-sim: $(STAMP) ## a simulated fleet of 10 to 1,000 workers that pull, beside routers that push; minutes
 	@$(BIN)/python benchmarks/fleet_sim.py
+
+fleet-due: $(STAMP) ## shares of due times met at load 0.9 by the order of the queue, simulated and with real workers; minutes
+	@$(BIN)/python benchmarks/fleet_due.py
+	@$(BIN)/python benchmarks/fleet_due.py --real 2
 
 attacks: $(STAMP) ## what a tenant notices while another one attacks the gateway: six attacks of half a minute each
 	@cd tests && ../$(BIN)/python -m load.attacks

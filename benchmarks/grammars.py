@@ -64,8 +64,8 @@ def main() -> int:
     folder = Path(command_line.default_model.fetch("float32"))
     config = json.loads((folder / "config.json").read_text())
     end = config["eos_token_id"]
-    text = (folder / "tokenizer.json").read_text()
-    definition = TokenizerDefinition(tokenizer_json=text, vocab_size=config["vocab_size"], eos_token_ids=[end])
+    content = (folder / "tokenizer.json").read_bytes()
+    definition = TokenizerDefinition(tokenizer_json=content, vocab_size=config["vocab_size"], eos_token_ids=[end])
     compiler, forms, draw = GrammarCompiler(definition), _forms(), np.random.default_rng(1)
     table = Table(
         "requests", "MiB", "us a mask", "renewals a request", title="structured outputs", title_justify="left"

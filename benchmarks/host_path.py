@@ -21,6 +21,7 @@ from rich.table import Table
 import runs
 from headrace_broker.server.connections import connect
 from headrace_broker.server.embedded import EmbeddedServer
+from headrace_broker.server.stream_servers import StreamServers
 from headrace_broker.streams.writer import StreamWrite, StreamWriter
 from headrace_engine.api.input_processor import InputProcessor
 from headrace_engine.checkpoints import default_model
@@ -38,8 +39,9 @@ from headrace_monitoring.metrics import Metrics
 from headrace_workers.requests.engine_outputs import TextOutputs
 from headrace_workers.requests.generate_job import ChoiceRecord, GenerateJob
 from headrace_workers.requests.in_flight import InFlight
+from headrace_workers.requests.publisher import Publisher
 from headrace_workers.requests.settlement import Settlement
-from headrace_workers.requests.streams import Publisher
+from headrace_workers.requests.stream_homes import StreamHomes
 from headrace_workers.requests.tracing import RequestTracing
 
 _REQUESTS = 256
@@ -143,13 +145,13 @@ def worker_microseconds(tokenizer: ModelTokenizer, chunks: int) -> list[float]:
     """Return the same as `publisher_microseconds`, but measured from the frame that the engine sends."""
     with EmbeddedServer() as server, connect(server.url) as client:
         metrics, tracing = Metrics(model="host-path", queue="host-path"), RequestTracing(None, "host-path")
-        writer = StreamWriter(client, ttl_seconds=60)
+        homes = StreamHomes(StreamServers(client, {}, 60), 60)
         engine: Any = _NoEngine(tokenizer)
-        settlement = Settlement(writer, metrics, _forget_result, tracing, on_refused=lambda _reason: None)
-        in_flight = InFlight(client, writer, engine, settlement, metrics, tracing, max_num_seqs=chunks)
+        settlement = Settlement(homes, metrics, _forget_result, tracing, on_refused=lambda _reason: None)
+        in_flight = InFlight(homes, engine, settlement, metrics, tracing, max_num_seqs=chunks)
         in_flight.use_engine(EngineCapabilities.of_everything(), TextOutputs(tokenizer))
         for number in range(chunks):
-            in_flight.start(_job(writer, tokenizer, f"{number:032x}"), None, lambda _job: None)
+            in_flight.start(_job(homes.main, tokenizer, f"{number:032x}"), None, lambda _job: None)
         choice_ids = [choice.request_id for job in in_flight for choice in job.core_requests()]
         words = tokenizer.encode("A quick brown fox jumps over a lazy dog, and many another word comes behind it.")
         figures = []

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from headrace_monitoring.exposition import ExpositionFormat
 from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.metrics import Metrics, Publication
-from headrace_monitoring.service_levels import ModelLevels, RedisLevels, ServiceExposition, ServiceLevels
+from headrace_monitoring.redis_levels import RedisLevels
+from headrace_monitoring.service_levels import ModelLevels, ServiceExposition, ServiceLevels
 from unit.monitoring.scrape import STEP
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -56,6 +57,7 @@ def exporter_of(models: int) -> ServiceExposition:
         for number in range(models)
     ]
     redis = RedisLevels(
+        server="127.0.0.1:6379",
         memory_used_bytes=1000,
         memory_limit_bytes=0,
         connected_clients=4,
@@ -69,8 +71,8 @@ def exporter_of(models: int) -> ServiceExposition:
         messages_before_restart=0,
         messages_after_restart=0,
     )
-    exposition = ServiceExposition(version="0")
-    exposition.polled(ServiceLevels(models=found, redis=redis), 0.002)
+    exposition = ServiceExposition(version="0", main="127.0.0.1:6379")
+    exposition.polled(ServiceLevels(models=found, servers=[redis], away=()), 0.002)
     return exposition
 
 

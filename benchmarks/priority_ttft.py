@@ -53,11 +53,13 @@ class Batch:
             }
             for request in workload.load("long-outputs") * _BATCHES
         )
+        started: set[str] = set()
         begun: set[str] = set()
         try:
             async for request_id, event in self.client.events_many(request_ids, timeout=600):
                 if isinstance(event, StartEvent):
-                    self.num_continued += event.attempt > 1
+                    self.num_continued += request_id in started
+                    started.add(request_id)
                 elif isinstance(event, ChunkEvent):
                     self.num_tokens += len(event.token_ids)
                     begun.add(request_id)

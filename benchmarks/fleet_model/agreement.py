@@ -35,7 +35,7 @@ _TIMEOUT = 300.0
 _MEASURED = ("idle_step", "step", "idle_intake", "intake", "intake_p99", "publish")
 
 
-class _Readings:
+class Readings:
     """When the events of each request reached this process, in seconds of its monotonic clock."""
 
     def __init__(self) -> None:
@@ -85,9 +85,9 @@ def compare(num_workers: int, load: float, seconds: float, seed: int) -> dict[st
     }  # fmt: skip
 
 
-def _send(client: Client, requests: Sequence[Request], name: str) -> _Readings:
+def _send(client: Client, requests: Sequence[Request], name: str) -> Readings:
     """Send the requests at their times; return when the events of their streams arrived."""
-    readings = _Readings()
+    readings = Readings()
     ids = [f"{name}-{request.number}" for request in requests]
     reader = threading.Thread(target=readings.read, args=(client, ids))
     reader.start()
@@ -96,7 +96,7 @@ def _send(client: Client, requests: Sequence[Request], name: str) -> _Readings:
         time.sleep(max(0.0, began + request.sent_at - time.monotonic()))
         readings.sent[request_id] = time.monotonic()
         client.submit(
-            prompt_token_ids=_prompt(request_id, request.num_prompt),
+            prompt_token_ids=prompt_of(request_id, request.num_prompt),
             sampling_params={"max_tokens": request.num_outputs, "ignore_eos": True},
             request_id=request_id,
         )
@@ -104,13 +104,13 @@ def _send(client: Client, requests: Sequence[Request], name: str) -> _Readings:
     return readings
 
 
-def _prompt(request_id: str, length: int) -> list[int]:
+def prompt_of(request_id: str, length: int) -> list[int]:
     """Return token ids that share no prefix with another prompt."""
     random = Random(request_id)
     return [random.randrange(40, 140) for _ in range(length)]
 
 
-def _measured(alone: _Readings, real: _Readings, requests: Sequence[Request]) -> dict[str, float]:
+def _measured(alone: Readings, real: Readings, requests: Sequence[Request]) -> dict[str, float]:
     """Measure what the simulation must know, in seconds.
 
     Args:
@@ -131,7 +131,7 @@ def _measured(alone: _Readings, real: _Readings, requests: Sequence[Request]) ->
     }
 
 
-def _figures(requests: Sequence[Request], real: _Readings) -> dict[str, float]:
+def _figures(requests: Sequence[Request], real: Readings) -> dict[str, float]:
     seen = []
     for request_id, request in zip(real.sent, requests, strict=True):
         each = Request(request.number, real.sent[request_id], request.num_outputs, request.num_prompt)
@@ -141,7 +141,7 @@ def _figures(requests: Sequence[Request], real: _Readings) -> dict[str, float]:
 
 
 def _simulated(
-    num_workers: int, requests: Sequence[Request], real: _Readings, measured: dict[str, float], seed: int
+    num_workers: int, requests: Sequence[Request], real: Readings, measured: dict[str, float], seed: int
 ) -> dict[str, float]:
     """Simulate the requests at the times at which they were really sent.
 
@@ -166,7 +166,7 @@ def _simulated(
     return measure(sent, plan.publish_seconds)
 
 
-def _by_worker(real: _Readings) -> list[int]:
+def _by_worker(real: Readings) -> list[int]:
     counts: dict[str, int] = {}
     for worker in real.workers.values():
         counts[worker] = counts.get(worker, 0) + 1

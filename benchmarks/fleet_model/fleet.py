@@ -13,7 +13,7 @@ from typing import Any
 
 from fleet_model.arrivals import Request
 from fleet_model.engine import SimulatedEngine, StepCost
-from fleet_model.queue import PullQueue
+from fleet_model.queue import Messages, PullQueue
 from fleet_model.routers import ROUTERS, Router
 from fleet_model.worker import SimulatedWorker
 from headrace_broker.queue.leases import PREFIXES_KEPT
@@ -77,9 +77,12 @@ REAP_SECONDS = 0.4
 class Fleet:
     """Args:
     seed: of the choices of the routers and of the workers that die. Arrivals are given to `run`.
+    messages: makes the order of the queue's messages, from a function that returns the time; None: by their arrival.
     """
 
-    def __init__(self, plan: Plan, seed: int) -> None:
+    def __init__(
+        self, plan: Plan, seed: int, messages: Callable[[Callable[[], float]], Messages] | None = None
+    ) -> None:
         self.plan = plan
         self.now = 0.0
         # the same faults and intakes under each policy
@@ -92,6 +95,7 @@ class Fleet:
             self._at,
             has_affinity=plan.policy in (AFFINITY, GRACE),
             grace=PREFIX_GRACE if plan.policy == GRACE else 0.0,
+            messages=None if messages is None else messages(lambda: self.now),
         )
         self._router: Router | None = None
         if not plan.pulls:

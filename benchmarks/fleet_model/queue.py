@@ -7,9 +7,10 @@ that is the oldest. A fetch sorts all new messages, takes some, and creates the 
 
 import re
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from importlib.resources import files
 from itertools import islice
+from typing import Protocol
 
 from fleet_model.arrivals import Request
 from fleet_model.worker import SimulatedWorker
@@ -24,12 +25,33 @@ def affinity_limits() -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+class Messages(Protocol):
+    """The waiting messages, in the order in which they are taken. A deque has the order of their arrival."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Request]: ...
+
+    def append(self, request: Request, /) -> None:
+        """Add a new message."""
+
+    def appendleft(self, request: Request, /) -> None:
+        """Return a message that was taken."""
+
+    def popleft(self) -> Request:
+        """Take the next message."""
+
+    def remove(self, request: Request, /) -> None:
+        """Take this message."""
+
+
 class PullQueue:
     """Args:
     wake: wakes a worker, which then calls `fetch` or `pass_on`.
     at: calls a function at a time of the simulation.
     has_affinity: whether fetches prefer messages of conversations that the worker has served.
     grace: seconds for which the next message of a conversation waits for the worker that took the last one.
+    messages: gives the waiting messages their order; None: that of their arrival.
     """
 
     def __init__(
@@ -39,6 +61,7 @@ class PullQueue:
         *,
         has_affinity: bool = False,
         grace: float = 0.0,
+        messages: Messages | None = None,
     ) -> None:
         self._wake, self._at, self._grace = wake, at, grace
         self._holders: dict[int, SimulatedWorker] = {}
@@ -50,7 +73,7 @@ class PullQueue:
         self._has_own_token: set[SimulatedWorker] = set()
         """Workers with a wake-up token of their own."""
         self._affinity = affinity_limits() if has_affinity else None
-        self._messages: deque[Request] = deque()
+        self._messages: Messages = deque[Request]() if messages is None else messages
         self._num_new = 0
         """Messages in the list: no wait was there for them, and no fetch has sorted them."""
         self._has_token = False

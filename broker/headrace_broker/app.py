@@ -81,6 +81,8 @@ def _celery_urls(server: ServerUrl, *, worker: bool) -> tuple[str, str]:
             urls = [f"sentinel://{server.userinfo}{address}/{server.db}" for address in addresses]
             # After a failure kombu switches to the transport that the next URL names, so a worker gets only one URL.
             return urls[0] if worker else ";".join(urls), ";".join(urls)
+        case "cluster":
+            raise AssertionError("BrokerSettings refuses a Redis Cluster")
 
 
 def _configure_sentinel(app: Celery, server: ServerUrl) -> None:
@@ -124,9 +126,12 @@ def _worker_options(settings: BrokerSettings) -> dict[str, Any]:
         "delivery_limit": settings.delivery_limit,
         "tenant_weights": settings.weights,
         "ageing_seconds": settings.ageing_seconds,
+        "queue_urls": settings.url_by_queue,
         "prefix_affinity": settings.prefix_affinity,
         "prefix_grace": settings.prefix_grace,
         "tenant_order": settings.order,
+        "usage_days": settings.usage_days,
+        "result_seconds": settings.result_ttl_seconds,
         "tenant_quota": settings.max_queued_requests_per_tenant,
         # kombu's timer for restoring messages also drives the reaping of expired leases
         "unacked_restore_interval": REAPER_SECONDS,

@@ -8,6 +8,7 @@ HeadraceBrokerError
 ├── QueueFullError                 the queue is at its limit of requests
 │   └── TenantQueueFullError       the queue is at its limit of requests of one tenant
 ├── QueueUnavailableError          Redis could not be reached, or refused the operation
+│   └── StreamServerUnavailableError  a stream server that may have the stream could not be reached
 ├── RequestFailedError             the request did not succeed (in `results.py`, beside the result that it holds)
 ├── ResultTimeoutError             nothing arrived within the caller's timeout
 ├── StreamExpiredError             the stream has expired, or was deleted while it was read
@@ -15,6 +16,7 @@ HeadraceBrokerError
 ├── TokenizerCallError             a tokenizer call failed
 ├── MalformedEntryError            a stream entry, result or registry value does not have the format of the wire
 ├── MalformedMessageError          a message in a queue is of no use to any worker
+├── CallbacksTooLargeError         what a request sends when it ends is too large
 ├── TransportConfigurationError    the lease transport would lose its delivery guarantees
 └── EmbeddedServerError            no server program was found, or the server did not start
 """
@@ -85,6 +87,17 @@ class QueueUnavailableError(HeadraceBrokerError, ConnectionError):
         self.url = url
 
 
+class StreamServerUnavailableError(QueueUnavailableError):
+    """A stream server could not be reached, or refused, and no other server that may have the stream has it."""
+
+    def __init__(self, stream_server: str, address: str, action: str, cause: BaseException) -> None:
+        super().__init__(address, action, cause)
+        what = "refused" if isinstance(cause, redis.ResponseError) else "is away"
+        where = f"the stream server {stream_server} at {address} {what}"
+        self.args = (f"could not {action}: {where} ({type(cause).__name__}: {cause})",)
+        self.stream_server = stream_server
+
+
 class ResultTimeoutError(HeadraceBrokerError, TimeoutError):
     """Nothing arrived within the caller's timeout."""
 
@@ -96,13 +109,15 @@ class ResultTimeoutError(HeadraceBrokerError, TimeoutError):
 class StreamExpiredError(HeadraceBrokerError, LookupError):
     """The stream has expired, or was deleted while it was read.
 
-    `last_id` is the id of the last entry read; 0-0 if none was.
+    `last_id` is the id of the last entry read; 0-0 if none was. `has_ended` is false if the server does not know the
+    request: the stream may be on another one.
     """
 
-    def __init__(self, request_id: str, last_id: str) -> None:
+    def __init__(self, request_id: str, last_id: str, *, has_ended: bool = True) -> None:
         super().__init__(f"the stream of request {request_id} has expired; the last entry read was {last_id}")
         self.request_id = request_id
         self.last_id = last_id
+        self.has_ended = has_ended
 
 
 class TooManySubscribersError(HeadraceBrokerError):
@@ -129,6 +144,13 @@ class MalformedEntryError(HeadraceBrokerError, ValueError):
 
 class MalformedMessageError(HeadraceBrokerError, ValueError):
     """A message in a queue is of no use to any worker. The error quotes only the message's content type."""
+
+
+class CallbacksTooLargeError(HeadraceBrokerError):
+    """What a request sends when it ends is too large."""
+
+    def __init__(self, num_bytes: int, limit: int) -> None:
+        super().__init__(f"the callbacks of one request must have at most {limit} bytes in all, got {num_bytes}")
 
 
 class TransportConfigurationError(HeadraceBrokerError, ValueError):

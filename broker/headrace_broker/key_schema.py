@@ -2,7 +2,7 @@
 
 Each key has a name, a pattern, a type, writers and a lifetime. Python builds it with the declared function or constant.
 A Lua script has the same functions and constants, from a prelude that `scripts.py` generates: `stream_key(request_id)`
-is the same key in both languages, and `LEASES` is the fixed key of that name.
+is the same key in both languages, and `MODELS` is the fixed key of that name.
 """
 
 import inspect
@@ -44,12 +44,16 @@ class RedisKey:
         """Return the line of Lua that defines the fixed key, or the function that builds one."""
         if not self.parts:
             return f"local {self.lua_name} = {lua_text(self.pattern)}"
+        return f"local function {self.lua_name}({', '.join(self.parts)}) return {self.lua_of(*self.parts)} end"
+
+    def lua_of(self, *values: str) -> str:
+        """Return the Lua expression of the key whose parts are these Lua expressions."""
         pieces, rest = [], self.pattern
-        for part in self.parts:
+        for part, value in zip(self.parts, values, strict=True):
             before, _, rest = rest.partition(f"<{part}>")
-            pieces += [lua_text(before), part] if before else [part]
+            pieces += [lua_text(before), value] if before else [value]
         pieces += [lua_text(rest)] if rest else []
-        return f"local function {self.lua_name}({', '.join(self.parts)}) return {' .. '.join(pieces)} end"
+        return " .. ".join(pieces)
 
 
 class KeySchema:
@@ -75,7 +79,7 @@ class KeySchema:
 
     def fixed(self, name: str, key: str, kind: RedisType, writers: tuple[Writer, ...], life: str, holds: str) -> str:
         """Declare a key without parts, and return it."""
-        self._add(RedisKey(name, key, (), kind, writers, life, holds))
+        self.add(RedisKey(name, key, (), kind, writers, life, holds))
         return key
 
     def built(
@@ -96,12 +100,13 @@ class KeySchema:
             if -1 in places or places != sorted(places):
                 raise ValueError(f"{build.__name__}: the key must contain all arguments in their order, got {pattern}")
             holds = inspect.cleandoc(build.__doc__ or "").partition("\n\n")[0]
-            self._add(RedisKey(name or build.__name__.removesuffix("_key"), pattern, parts, kind, writers, life, holds))
+            self.add(RedisKey(name or build.__name__.removesuffix("_key"), pattern, parts, kind, writers, life, holds))
             return build
 
         return declare
 
-    def _add(self, key: RedisKey) -> None:
+    def add(self, key: RedisKey) -> None:
+        """Declare a key. Raises ValueError if another one has its name or its pattern."""
         if key.name in self._keys:
             raise ValueError(f"two keys have the name {key.name}")
         if key.pattern in {each.pattern for each in self}:

@@ -5,9 +5,11 @@ A script declares its keys and arguments in lines at its top:
     -- KEYS: STREAM, ENDED
     -- ARGV: data, seconds, ids[]
 
-Names of KEYS are those of the package's `KeySchema`, or KEY for any key. A name with `[]` is an array. If there are
-several arrays, their elements alternate. The declarations of preludes come first. The generated prelude also defines
-`<name>_key(...)`, fixed keys and words of the schema. A name that is not declared, or declared twice, is an error.
+Names of KEYS are those of the package's `KeySchema`, KEY for any key, or QUEUE for the name of a queue, which is also
+the key of its first list. A name with `[]` is an array. If there are several arrays, their elements alternate. The
+declarations of preludes come first. The generated prelude also defines `<name>_key(...)`, fixed keys and words of the
+schema. In a script with QUEUE, a key whose only part is the queue has its name in capitals: `LEASES` is
+`leases_key(QUEUE)`. A name that is not declared, or declared twice, is an error.
 
 A line `-- RIGHTS: STREAM` adds a check before the first write. It refuses the call unless the user may run every
 command of the script and of its preludes on that key, and may write every key of the schema that they use. Without the
@@ -39,6 +41,7 @@ _WRITE: Final[dict[RedisType, str]] = {
     "stream": "XADD",
 }
 _ANY: Final = "key"
+_QUEUE: Final = "queue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +94,30 @@ def compose(name: str, body: str, schema: KeySchema) -> LuaScript:
     declared = {kind: _declared(name, kind, body) for kind in ("KEYS", "ARGV")}
     keys = [each.removesuffix("[]").lower() for each in declared["KEYS"]]
     built = [key.name for key in schema if key.parts]
+    of_queue = {
+        key.name.upper(): key
+        for key in schema
+        if _QUEUE in keys and key.parts == (_QUEUE,) and key.name.upper() in used and key.name not in keys
+    }
     problems = [
         *(f"uses {each} by position" for each in ("KEYS", "ARGV") if each in used),
-        *(f"unknown key {each.upper()}" for each in keys if each not in (*built, _ANY)),
-        *(f"undeclared {each.upper()}" for each in built if each.upper() in used and each not in keys),
+        *(f"unknown key {each.upper()}" for each in keys if each not in (*built, _ANY, _QUEUE)),
+        *(
+            f"undeclared {each.upper()}"
+            for each in built
+            if each.upper() in used and each not in keys and each.upper() not in of_queue
+        ),
     ]
     if problems:
         raise ValueError(f"script {name}: {', '.join(problems)}")
     lines = [line for kind, given in declared.items() for line in _named(kind, given)]
     lines += [key.lua() for key in schema if key.lua_name in used]
+    lines += [f"local {capital} = {key.lua_of(_QUEUE.upper())}" for capital, key in of_queue.items()]
     lines += [f"local {word} = {lua_text(text)}" for word, text in schema.words.items() if word in used]
     for key in _RIGHTS.findall(body)[:1]:
         pairs = [f"{lua_text(command)}, {key}" for command in sorted({*_COMMAND.findall(code)})]
         pairs += [f"{lua_text(_WRITE[each.type])}, {each.sample()}" for each in schema if each.lua_name in used]
+        pairs += [f"{lua_text(_WRITE[each.type])}, {capital}" for capital, each in of_queue.items()]
         lines.append(_check_of_rights(pairs))
     repeated = tuple(each for each, written in zip(keys, declared["KEYS"], strict=True) if written.endswith("[]"))
     return LuaScript("\n".join((*lines, body)), tuple(each for each in keys if each not in repeated), repeated)

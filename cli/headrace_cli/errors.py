@@ -6,8 +6,10 @@ HeadraceCommandError
 └── ProcessStartError   a worker or gateway on this machine did not start
 """
 
+from headrace_wire.errors import CopyableError
 
-class HeadraceCommandError(Exception):
+
+class HeadraceCommandError(CopyableError):
     """Base class of all errors that the command package raises deliberately."""
 
 

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Self
@@ -17,14 +18,19 @@ import redis
 from headrace_broker.keys import queue_name
 from headrace_broker.models.registry import RegisteredModel, known_models
 from headrace_broker.queue.deadlines import read_earliest_slack
-from headrace_broker.queue.levels import QueueLevelReader
+from headrace_broker.queue.levels import QueueLevelReader, QueueLevels
 from headrace_broker.queue.outstanding_tokens import read_outstanding_tokens
-from headrace_broker.queue.unread_lists import UnreadListSearch, separated_lists
-from headrace_broker.server.connections import REDIS_ERRORS
+from headrace_broker.queue.unread_lists import UnreadListSearch, lists_on_main, remedy, separated_lists
+from headrace_broker.server.connections import REDIS_ERRORS, address_of
 from headrace_broker.server.eviction import eviction_warning
+from headrace_broker.server.persistence import persistence_is_ok
+from headrace_broker.server.queue_servers import QueueServers
 from headrace_broker.server.restart_safety import restart_safety
+from headrace_broker.server.stream_servers import StreamServers
+from headrace_cli.stream_server_sampler import StreamServerSampler
 from headrace_monitoring.health import HealthServer
-from headrace_monitoring.service_levels import ModelLevels, RedisLevels, ServiceExposition, ServiceLevels
+from headrace_monitoring.redis_levels import RedisLevels
+from headrace_monitoring.service_levels import ModelLevels, ServiceExposition, ServiceLevels
 from headrace_wire import environment
 from headrace_wire.option import option, options_of, problems_of
 from headrace_workers.errors import WorkerSettingsError
@@ -61,9 +67,11 @@ class Exporter:
     """Poll Redis and serve metrics until it is stopped.
 
     Args:
-        client: Redis; its user needs only read access.
+        client: the Redis of the registered models; its user needs only read access.
         models: served names to export before a worker has registered them.
         interval_seconds: pause between two polls.
+        servers: the servers of the queues; without them, all queues are in `client`.
+        streams: the servers of the streams; without them, all streams are in `client`.
     """
 
     def __init__(
@@ -74,21 +82,29 @@ class Exporter:
         interval_seconds: float = 2.0,
         host: str = "127.0.0.1",
         port: int = 9465,
+        servers: QueueServers | None = None,
+        streams: StreamServers | None = None,
     ) -> None:
         self._client = client
+        self._streams = StreamServers(client, {}, 0) if streams is None else streams
+        self._stream_servers = StreamServerSampler(self._streams)
+        self._servers = QueueServers(client, {}) if servers is None else servers
         self._models = tuple(models)
         self._interval = interval_seconds
-        self._reader = QueueLevelReader(client)
-        self._search: UnreadListSearch | None = UnreadListSearch(client)
-        """None if the Redis user may not search. With the users of deploy/redis, no producer can write such lists."""
+        self._reader = QueueLevelReader(self._servers.of)
+        self._searches = {server: UnreadListSearch(server) for server in self._servers}
+        """Without those of servers where the Redis user may not search. With the users of deploy/redis, no producer can
+        write such lists."""
+        self._away: set[redis.Redis] = set()
+        """The servers that could not be read."""
         self._problem: str | None = "Redis has not been read yet"
-        """Why Redis could not be read; None if it could."""
-        self._warned: set[str] = set()
+        """Why the main server could not be read; None if it could."""
+        self._warned: dict[redis.Redis, set[str]] = {}
         self._warned_lists: set[str] = set()
-        self._restarts = RestartComparison()
+        self._restarts = {server: RestartComparison() for server in self._servers}
         self._polled_at: float | None = None
         self._stopped = threading.Event()
-        self.exposition = ServiceExposition(version=version("headrace"))
+        self.exposition = ServiceExposition(version=version("headrace"), main=address_of(client))
         self.server = HealthServer(
             exposition=self.exposition.exposition,
             not_ready=lambda: self._problem,
@@ -114,7 +130,7 @@ class Exporter:
         self._stopped.set()
 
     def poll(self) -> None:
-        """Read Redis once. If it does not answer, the metrics say so."""
+        """Read all servers once. The metrics show which did not answer."""
         started = time.perf_counter()
         try:
             levels = self._read()
@@ -135,81 +151,116 @@ class Exporter:
         newest_first = sorted(registered.values(), key=lambda model: model.seen, reverse=True)
         names = list(dict.fromkeys([*self._models, *(model.name for model in newest_first)]))
         shown = sorted(names[:MAX_MODELS])
-        models = self._model_levels(shown, registered)
+        queues = dict(self._servers.by_server(queue_name(name) for name in shown))
+        by_name = {queue_name(name): (name, registered.get(name)) for name in shown}
+        models: dict[str, ModelLevels] = {}
+        servers: dict[str, RedisLevels] = {}
+        for server in self._servers:
+            own = {queue: by_name[queue] for queue in queues.get(server, ())}
+            try:
+                levels = self._queue_levels(server, own)
+                servers[address_of(server)] = self._redis_levels(server, list(levels.values()))
+            except REDIS_ERRORS as error:
+                if server is self._client:
+                    raise
+                if server not in self._away:  # once per outage
+                    logger.warning(
+                        "%s, with the queues %s, cannot be read: %s", address_of(server), ", ".join(own), error
+                    )
+                self._away.add(server)
+            else:
+                self._away.discard(server)
+                models |= levels
+        stream_servers = list(self._stream_servers.read())
+        for name in [each.name for each in stream_servers if each.up]:
+            with suppress(*REDIS_ERRORS):  # then it is not up at the next poll
+                for address, server in self._streams.nodes(name).items():
+                    servers.setdefault(address, self._redis_levels(server, ()))
         return ServiceLevels(
-            models=models,
-            redis=self._redis_levels(models),
+            models=[models[queue] for queue in by_name if queue in models],
+            servers=list(servers.values()),
+            away={address_of(server) for server in self._away},
             models_left_out=len(names) - len(shown),
+            stream_servers=stream_servers,
         )
 
-    def _redis_levels(self, models: Sequence[ModelLevels]) -> RedisLevels:
-        info = self._client.info()
-        eviction, safety = eviction_warning(info), restart_safety(self._client, info)
+    def _redis_levels(self, server: "redis.Redis", models: Sequence[ModelLevels]) -> RedisLevels:
+        info = server.info()
+        eviction, safety = eviction_warning(info), restart_safety(server, info)
         warnings = {*safety.warnings, *([eviction] if eviction else [])}
-        for warning in warnings - self._warned:  # at the start, and after a change of the configuration
-            logger.warning("%s", warning)
-        self._warned = warnings
-        self._restarts.compare(info["run_id"], models)
+        for warning in warnings - self._warned.get(server, set()):  # at the start, and after a change of settings
+            logger.warning("%s: %s", address_of(server), warning)
+        self._warned[server] = warnings
+        restarts = self._restarts.setdefault(server, RestartComparison())
+        restarts.compare(info["run_id"], models)
         return RedisLevels(
+            server=address_of(server),
             memory_used_bytes=info["used_memory"],
             memory_limit_bytes=info.get("maxmemory", 0),
             connected_clients=info["connected_clients"],
-            persistence_ok={info.get("aof_last_write_status"), info.get("rdb_last_bgsave_status")} <= {"ok", None},
+            persistence_ok=persistence_is_ok(info),
             may_evict=eviction is not None,
             started_at=time.time() - info["uptime_in_seconds"],
             loads_all=safety.loads_all,
             load_errors=safety.load_errors,
-            messages_before_restart=self._restarts.before,
-            messages_after_restart=self._restarts.after,
+            messages_before_restart=restarts.before,
+            messages_after_restart=restarts.after,
             evicted_keys=info["evicted_keys"],
             rejected_connections=info["rejected_connections"],
         )
 
-    def _model_levels(self, names: Sequence[str], registered: dict[str, RegisteredModel]) -> list[ModelLevels]:
-        levels = self._reader.read(queue_name(name) for name in names)
-        unread = self._unread_messages(levels)
-        return [
-            ModelLevels(
-                model=name,
-                queue=queue_name(name),
-                ready=queue.ready,
-                leased=queue.leased,
-                run_out=queue.run_out,
-                dead=queue.dead,
-                oldest_age_seconds=queue.oldest_age_seconds,
-                unread=unread[queue_name(name)],
-                blocked=queue.problem is not None,
-                last_seen=registered[name].seen if name in registered else None,
-                outstanding_tokens=read_outstanding_tokens(self._client, queue_name(name)),
-                tokens_per_second=registered[name].tokens_per_second if name in registered else None,
-                earliest_slack_seconds=read_earliest_slack(self._client, queue_name(name)),
-            )
-            for name, queue in zip(names, levels.values(), strict=True)
-        ]
+    def _queue_levels(
+        self, server: "redis.Redis", queues: Mapping[str, tuple[str, RegisteredModel | None]]
+    ) -> dict[str, ModelLevels]:
+        """Return the levels of these queues of the server. `queues` are their models."""
+        unread = self._unread_messages(server, queues)
+        return {
+            queue: _levels_of(server, queues[queue][0], queue, found, unread[queue], queues[queue][1])
+            for queue, found in self._reader.read(queues).items()
+        }
 
-    def _unread_messages(self, queues: Collection[str]) -> dict[str, int]:
+    def _unread_messages(self, server: "redis.Redis", queues: Collection[str]) -> dict[str, int]:
         """Return the number of messages by queue in lists that no worker reads, and log each such list once."""
-        separated = separated_lists(self._client, queues)
-        if self._search is not None:
-            try:
-                self._search.step(queues)
-            except redis.exceptions.NoPermissionError:
-                self._search = None
+        separated = separated_lists(server, queues)
+        try:
+            if server in self._searches:
+                self._searches[server].step(queues)
+        except redis.exceptions.NoPermissionError:
+            del self._searches[server]
         counts = {}
         for queue in queues:
             lists = {name: length for name, length in separated.items() if name.startswith(f"{queue}:")}
-            lists |= {} if self._search is None else self._search.lengths(queue)
-            for name in lists.keys() - self._warned_lists:
-                logger.warning(
-                    "no worker reads the list %r: leave sep and global_keyprefix of its producers unset", name
-                )
-            self._warned_lists |= lists.keys()
-            counts[queue] = sum(lists.values())
+            lists |= self._searches[server].lengths(queue) if server in self._searches else {}
+            on_main = {} if server is self._client else lists_on_main(self._client, queue)
+            for name in (lists.keys() | on_main.keys()) - self._warned_lists:
+                logger.warning("no worker reads the list %r: %s", name, remedy(queue, name))
+            self._warned_lists |= lists.keys() | on_main.keys()
+            counts[queue] = sum(lists.values()) + sum(on_main.values())
         return counts
 
     def _not_alive(self) -> str | None:
         silent = 0.0 if self._polled_at is None else time.monotonic() - self._polled_at
         return f"no poll for {silent:.0f} s" if silent > self._interval + _STUCK_AFTER_SECONDS else None
+
+
+def _levels_of(
+    server: "redis.Redis", model: str, queue: str, found: QueueLevels, unread: int, registered: RegisteredModel | None
+) -> ModelLevels:
+    return ModelLevels(
+        model=model,
+        queue=queue,
+        ready=found.ready,
+        leased=found.leased,
+        run_out=found.run_out,
+        dead=found.dead,
+        oldest_age_seconds=found.oldest_age_seconds,
+        unread=unread,
+        blocked=found.problem is not None,
+        last_seen=None if registered is None else registered.seen,
+        outstanding_tokens=read_outstanding_tokens(server, queue),
+        tokens_per_second=None if registered is None else registered.tokens_per_second,
+        earliest_slack_seconds=read_earliest_slack(server, queue),
+    )
 
 
 class RestartComparison:

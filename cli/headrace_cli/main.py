@@ -14,6 +14,7 @@ _COMMANDS = {
     "gateway-key": ("headrace_cli.commands.gateway", "gateway_key", "Make an API key for the gateway."),
     "webhook-secret": ("headrace_cli.commands.gateway", "webhook_secret", "Make a secret that signs webhooks."),
     "exporter": ("headrace_cli.commands.exporter", "exporter", "Serve metrics of the queues and Redis."),
+    "doctor": ("headrace_cli.commands.doctor", "doctor", "Check Redis, this machine and the model."),
     "top": ("headrace_cli.commands.top", "top", "Show queues and workers live in the terminal."),
     "generate": ("headrace_cli.commands.client", "generate", "Send one request and stream its answer."),
     "batch": ("headrace_cli.commands.batch", "batch", "Run a file of requests, without a gateway."),
@@ -21,13 +22,18 @@ _COMMANDS = {
     "cancel": ("headrace_cli.commands.client", "cancel", "Cancel a request, queued or running."),
     "control": ("headrace_cli.commands.control", "control", "Inspect running workers; pause, resume or drain them."),
     "queue": ("headrace_cli.commands.queue", "queue", "List the queues, or delete the waiting requests of one."),
+    "usage": ("headrace_cli.commands.usage", "usage", "Print the tokens that tenants, keys and models have used."),
+    "erase": ("headrace_cli.commands.erase", "erase", "Remove what is stored of a tenant."),
+    "streams": ("headrace_cli.commands.streams", "streams", "List or change the servers that have the streams."),
     "dead-letters": ("headrace_cli.commands.dead", "dead_letters", "List, inspect, requeue or delete dead letters."),
     "model": ("headrace_cli.commands.model", "model", "Fetch the default model into the cache and print its folder."),
 }
 
+_OF_GATEWAY = tuple(f"headrace_cli.commands.{name}" for name in ("gateway", "batch", "erase"))
+
 
 def _needs(module: str | None) -> str:
-    extra = "gateway" if module in ("headrace_cli.commands.gateway", "headrace_cli.commands.batch") else "worker"
+    extra = "gateway" if module in _OF_GATEWAY else "worker"
     return f"needs the extra headrace[{extra}]: pip install 'headrace[{extra}]'"
 
 

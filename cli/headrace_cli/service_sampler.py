@@ -11,6 +11,7 @@ from celery import Celery
 from headrace_broker.keys import queue_name
 from headrace_broker.models.registry import known_models
 from headrace_broker.queue.levels import QueueLevelReader, QueueLevels
+from headrace_broker.server.queue_servers import QueueServers
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +30,18 @@ class ServiceSampler:
     """Take samples. A sample omits workers that do not answer in time. Raises the errors of the Redis client.
 
     Args:
-        client: Redis, for the levels of the queues.
+        client: Redis, for the models.
         app: Celery, for remote control. Its Redis user needs the rights of a worker or an operator.
         answer_seconds: how long to wait for the workers' answers.
+        servers: the servers of the queues; without them, all queues are in `client`.
     """
 
-    def __init__(self, client: "redis.Redis", app: Celery, *, answer_seconds: float = 0.5) -> None:
+    def __init__(
+        self, client: "redis.Redis", app: Celery, *, answer_seconds: float = 0.5, servers: QueueServers | None = None
+    ) -> None:
         self._client = client
         self._app = app
-        self._reader = QueueLevelReader(client)
+        self._reader = QueueLevelReader(client if servers is None else servers.of)
         self._answer_seconds = answer_seconds
 
     def sample(self) -> Sample:

@@ -1,8 +1,8 @@
 """Write the users of Redis from the declared keys: `python deploy/redis/generate.py [--check]`.
 
-The names of keys come from the schemas of the broker and the gateway. The rights of each user are declared here. The
-lines go to deploy/redis/users.acl and to docker-compose.yml. With --check nothing is written, and the exit status is 1
-if a file is stale. The users that may write a key must be exactly the key's declared writers.
+The names of keys come from the schemas of the broker and the gateway. `headrace_broker.server.users` declares the
+rights of each user. The lines go to deploy/redis/users.acl and to docker-compose.yml. With --check nothing is written,
+and the exit status is 1 if a file is stale. The users that may write a key must be exactly the key's declared writers.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from headrace_broker.key_schema import RedisKey
 from headrace_broker.keys import KEYS
+from headrace_broker.server.users import READ, USERS, Rights, User
 from headrace_gateway.redis import keys as gateway_keys
 
 ROOT: Final = Path(__file__).parents[2]
@@ -24,127 +24,25 @@ FILES: Final = (ROOT / "deploy" / "redis" / "users.acl", ROOT / "docker-compose.
 COMMAND: Final = "make reference"
 SCHEMA: Final = {key.name: key for schema in (KEYS, gateway_keys.KEYS) for key in schema}
 
-READ: Final = "%R"
-WRITE: Final = "%W"
-BOTH: Final = ""
 WRITING: Final = frozenset(
     "lpush rpush blpop lrem sadd hset xadd set del expire pexpire @string @hash @sortedset".split()  # noqa: SIM905
 )
-"""Those commands below that change a key. EVAL is not among them: a script's commands need rights of their own."""
+"""Those commands of users that change a key. EVAL is not among them: a script's commands need rights of their own."""
 
 
-def _keys(name: str) -> str:
-    """Return the pattern of the keys that the schema calls `name`. A name with a `*` is a pattern itself."""
-    return name if "*" in name else re.sub("<.*", "*", SCHEMA[name].pattern)
+def line_of(user: User) -> str:
+    """Return the user's line of an ACL file, with a variable for the password."""
+    password = "off" if user.name == "default" else f"on >${{REDIS_{user.name.upper()}_PASSWORD}}"
+    return " ".join(("user", user.name, password, user.rules, *map(str, user.rights)))
 
 
-@dataclass(frozen=True)
-class Rights:
-    """One selector of an ACL: commands on keys, which have their names in the schema."""
-
-    access: str
-    names: str
-    commands: str
-
-    def __str__(self) -> str:
-        keys = [f"{self.access}~{_keys(name)}" for name in self.names.split()]
-        return f"({' '.join([*keys, *(f'+{command}' for command in self.commands.split())])})"
-
-    def may_write(self, key: RedisKey) -> bool:
-        if self.access == READ or not WRITING & {*self.commands.split()}:
-            return False
-        patterns = [_keys(name) for name in self.names.split()]
-        prefix = key.pattern.partition("<")[0]
-        return any(prefix == each or (each.endswith("*") and prefix.startswith(each[:-1])) for each in patterns)
-
-
-@dataclass(frozen=True)
-class User:
-    name: str
-    rules: str
-    """Rules that do not depend on a key of the schema."""
-    rights: tuple[Rights, ...] = ()
-
-    def line(self) -> str:
-        password = "off" if self.name == "default" else f"on >{self.password}"
-        return " ".join(("user", self.name, password, self.rules, *map(str, self.rights)))
-
-    @property
-    def password(self) -> str:
-        return f"${{REDIS_{self.name.upper()}_PASSWORD}}"
-
-
-_EVERYTHING: Final = "~* &* +@all"
-_WORKER: Final = (
-    "~headrace* ~celery* ~_kombu.* ~unacked* ~*.reply.celery.pidbox* &* +@all -@dangerous -@admin -@scripting "
-    "+eval +evalsha +eval_ro +evalsha_ro +script|load +script|exists +info +acl|dryrun"
-)
-_CONNECTION: Final = "+@connection -@admin -@dangerous -client|tracking -client|caching"
-_RESULTS: Final = f"&{_keys('result')}"
-_LISTENING: Final = "+subscribe +unsubscribe"
-_SCRIPTS: Final = "+eval +evalsha +eval_ro +script|load +script|exists"
-
-_SUBMITTING: Final = (
-    Rights(WRITE, "list", "lpush llen exists"),
-    Rights(BOTH, f"_kombu.binding.{_keys('list')} _kombu.binding_permanent.{_keys('list')}", "sadd smembers"),
-    Rights(READ, "models", "hgetall"),
-    Rights(BOTH, "idempotency", "hmget hset expire exists type eval evalsha"),
-    Rights(BOTH, "stream ended", "eval evalsha"),
-    Rights(BOTH, "stream", "xrevrange xadd expire type"),
-    Rights(WRITE, "ended", "set"),
-    Rights(WRITE, "listener", "set expire"),
-    Rights(READ, "stream ended result", "exists"),
-    Rights(READ, "waiting delayed_tenants tenant_ids", "eval_ro"),
-    Rights(READ, "waiting delayed_tenants", "zscore"),
-    Rights(READ, "arrived", "llen"),
-    Rights(READ, "sorted_ids tenant_ids delayed", "zcard"),
-    Rights(READ, "sorted_ids tenant_ids", "zrange"),
-)
-_FOLLOWING: Final = (
-    Rights(READ, "stream", "xread xrange xrevrange"),
-    Rights(READ, "stream ended result", "exists"),
-    Rights(READ, "listener", "get"),
-    Rights(WRITE, "listener", "expire"),
-    Rights(READ, "result", "get mget"),
-)
-_CLIENT: Final = (*_SUBMITTING, *(rights for rights in _FOLLOWING if rights not in _SUBMITTING))
-_GATEWAY: Final = (
-    Rights(BOTH, "headrace:gw:*", "eval evalsha @string @hash @sortedset del expire pexpire ttl"),
-    Rights(BOTH, "tokenizer_calls", "eval evalsha llen rpush pexpire"),
-    Rights(BOTH, "tokenizer_answer", "blpop"),
-    Rights(BOTH, "hub", "xadd expire"),
-    Rights(READ, "stream hub", "xread xrange xrevrange"),
-    Rights(READ, "stream", "memory|usage"),
-    Rights(READ, "headrace*", "eval_ro type exists llen lindex lrange hget hgetall hexists zcard zcount zrange"),
-    # to requeue dead letters, or to delete them with the remaining keys of their requests
-    Rights(BOTH, "dead_letters list headrace:lease:* stream ended listener engine_losses result", "eval evalsha"),
-    Rights(WRITE, "ended result", "expire"),
-    Rights(BOTH, "dead_letters", "lrem"),
-    Rights(BOTH, "stream ended listener engine_losses result", "del"),
-)
-USERS: Final = (
-    User("default", _EVERYTHING),
-    User("admin", _EVERYTHING),
-    User("worker", _WORKER),
-    User("operator", _WORKER),
-    User(
-        "client",
-        f"resetchannels {_RESULTS} {_CONNECTION} +@transaction +info +time {_LISTENING} {_SCRIPTS}",
-        _CLIENT,
-    ),
-    User(
-        "gateway",
-        f"resetchannels {_RESULTS} {_CONNECTION} +@transaction +info +time +acl|dryrun {_LISTENING} {_SCRIPTS}",
-        (*_CLIENT, *_GATEWAY),
-    ),
-    User("producer", f"resetchannels {_CONNECTION} +@transaction +info +time {_SCRIPTS}", _SUBMITTING),
-    User("subscriber", f"resetchannels {_RESULTS} {_CONNECTION} +@transaction +info {_LISTENING}", _FOLLOWING),
-    User(
-        "exporter",
-        f"resetchannels {READ}~headrace* {_CONNECTION} +eval_ro +info +time +acl|dryrun "
-        "+type +llen +lindex +hget +hgetall +zcard +zcount +zrange",
-    ),
-)
+def may_write(rights: Rights, key: RedisKey) -> bool:
+    if rights.access == READ or not WRITING & {*rights.commands.split()}:
+        return False
+    prefix = key.pattern.partition("<")[0]
+    return any(
+        prefix == pattern or (pattern.endswith("*") and prefix.startswith(pattern[:-1])) for pattern in rights.patterns
+    )
 
 
 def wrong_writers(users: tuple[User, ...] = USERS) -> Iterator[str]:
@@ -153,7 +51,7 @@ def wrong_writers(users: tuple[User, ...] = USERS) -> Iterator[str]:
     Workers and operators may write all keys. `client` is a producer and a subscriber.
     """
     for key in SCHEMA.values():
-        allowed = {user.name for user in users if any(rights.may_write(key) for rights in user.rights)} - {"client"}
+        allowed = {user.name for user in users if any(may_write(rights, key) for rights in user.rights)} - {"client"}
         declared = {*key.writers} - {"worker", "operator"}
         if allowed != declared:
             yield (
@@ -163,7 +61,7 @@ def wrong_writers(users: tuple[User, ...] = USERS) -> Iterator[str]:
 
 
 def lines() -> list[str]:
-    return [user.line() for user in USERS]
+    return [line_of(user) for user in USERS]
 
 
 def text_of(path: Path) -> str:

@@ -35,7 +35,8 @@ from headrace_gateway.redis import keys as redis_keys
 from headrace_gateway.settings import GATEWAY_PREFIX, GatewaySettings
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 from headrace_monitoring.metrics import Metrics
-from headrace_monitoring.service_levels import ModelLevels, RedisLevels, ServiceExposition, ServiceLevels
+from headrace_monitoring.redis_levels import RedisLevels
+from headrace_monitoring.service_levels import ModelLevels, ServiceExposition, ServiceLevels
 from headrace_wire.codes import ErrorCode, GatewayCode
 from headrace_wire.environment import variable_of
 from headrace_wire.option import Option, options_of
@@ -90,7 +91,10 @@ def _settings() -> Iterator[str]:
     yield "Every setting is an environment variable. Most are also flags of a command: `HEADRACE_MAX_NUM_SEQS` is"
     yield "`--max-num-seqs` of `headrace worker`. A flag wins over its variable. Times are in seconds. None: not set."
     commands = "`headrace worker` and `celery -A headrace_workers.app worker`"
-    yield from _table("Queue", "clients, workers, the gateway and the exporter", options_of(BrokerSettings), "worker")
+    readers = (
+        "clients, workers, the gateway and the exporter. `headrace worker` has all flags, the others read the variables"
+    )
+    yield from _table("Queue", readers, options_of(BrokerSettings), "worker")
     yield from _table("Worker", commands, SETTINGS, "worker")
     gateway = "`headrace gateway`, beside those of the queue"
     yield from _table("Gateway", gateway, options_of(GatewaySettings), "gateway", GATEWAY_PREFIX)
@@ -178,7 +182,7 @@ def _worker_registry() -> Collector:
 
 
 def _exporter_registry() -> Collector:
-    exposition = ServiceExposition(version="VERSION")
+    exposition = ServiceExposition(version="VERSION", main="HOST:PORT")
     level = ModelLevels(
         model="MODEL",
         queue="headrace.MODEL",
@@ -195,6 +199,7 @@ def _exporter_registry() -> Collector:
         earliest_slack_seconds=0.0,
     )
     redis = RedisLevels(
+        server="HOST:PORT",
         memory_used_bytes=0,
         memory_limit_bytes=0,
         connected_clients=0,
@@ -208,7 +213,7 @@ def _exporter_registry() -> Collector:
         messages_before_restart=0,
         messages_after_restart=0,
     )
-    exposition.polled(ServiceLevels(models=[level], redis=redis), 0.0)
+    exposition.polled(ServiceLevels(models=[level], servers=[redis], away=()), 0.0)
     return exposition.registry
 
 

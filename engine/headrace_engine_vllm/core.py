@@ -266,13 +266,6 @@ class VLLMCore:
             done.set_exception(error)
         return done
 
-    @property
-    def is_prepared_for_grammars(self) -> bool:
-        return self._grammars.is_loaded
-
-    def prepare_for_grammars(self) -> None:
-        self._grammars.load()
-
     def check_integrity(self) -> None:
         assert not self._running and not self._ids, "requests have ended that are still known"
         assert not self._scheduler.emitted, "emitted tokens are left that no request has taken"

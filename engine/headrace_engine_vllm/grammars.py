@@ -17,7 +17,7 @@ _module: Any = llguidance.hf
 
 
 def _tokenizer(tokenizer_json: str, **options: Any) -> LLTokenizer:
-    return LLTokenizer(as_text(tokenizer_json), **options)
+    return LLTokenizer(as_text(tokenizer_json.encode()).decode(), **options)
 
 
 _module.LLTokenizer = _tokenizer  # vLLM makes its tokenizer for grammars by a function of this module
@@ -35,14 +35,9 @@ class Grammars:
         self._compiler: GrammarCompiler | None = None
         self._failure: GrammarError | None = None
 
-    @property
-    def is_loaded(self) -> bool:
-        """Whether the creation of the compiler has succeeded or failed."""
-        return self._compiler is not None or self._failure is not None
-
-    def load(self) -> None:
-        """Create the compiler, once. It reads the whole vocabulary and blocks all threads for up to a second."""
-        if not self.is_loaded:
+    def _load(self) -> None:
+        """Create the compiler, once. It reads the whole vocabulary and blocks all threads for a second or two."""
+        if self._compiler is None and self._failure is None:
             try:
                 self._compiler = self._create_compiler()
             except Exception as error:  # noqa: BLE001  # requests without a grammar are not affected
@@ -56,7 +51,7 @@ class Grammars:
         params = message.sampling_params.structured_outputs
         if params is None:
             return None
-        self.load()
+        self._load()
         if self._compiler is None:
             assert self._failure is not None
             raise self._failure

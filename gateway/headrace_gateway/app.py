@@ -20,6 +20,7 @@ from starlette.routing import Match, Route
 from headrace_broker import AsyncClient, BrokerSettings, HeadraceBrokerError
 from headrace_broker.client.tokenizer_calls import TokenizerClient
 from headrace_broker.server.connections import REDIS_ERRORS, connect_async
+from headrace_broker.server.stream_servers import AsyncStreamServers
 from headrace_broker.streams.hub import StreamHub
 from headrace_gateway.answers.envelope import EnvelopeStore
 from headrace_gateway.answers.response_store import ResponseStore
@@ -55,6 +56,7 @@ from headrace_gateway.redis.watch import RedisWatch
 from headrace_gateway.responses import endpoints as responses
 from headrace_gateway.responses.collector import ResponseCollector
 from headrace_gateway.settings import GatewaySettings
+from headrace_gateway.usage import endpoints as usage_endpoints
 from headrace_gateway.watched_file import WatchedFile
 from headrace_gateway.webhooks.endpoint_file import read_endpoints
 from headrace_gateway.webhooks.event_publisher import EndpointFile, Webhooks
@@ -96,6 +98,7 @@ _ROUTES: Final = (
     *models_endpoint.routes,
     *files_endpoint.routes,
     *batches_endpoint.routes,
+    *usage_endpoints.routes,
     *overview.routes,
     *document.routes,
 )
@@ -177,23 +180,26 @@ async def _open_gateway(
     """Open the connections, and run the background tasks while the block runs."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS, "gateway"))
     redis = connect_async(settings.redis_url)
-    streams = connect_async(settings.redis_url)  # a connection pool of its own: readers block in these connections
-    hub = StreamHub(streams)
+    streams = AsyncStreamServers.connected(redis, *broker.stream_servers)
+    reading = connect_async(settings.redis_url)  # a connection pool of its own: readers block in these connections
+    read = AsyncStreamServers.connected(reading, *broker.stream_servers)
+    hub = StreamHub(read)
     async with AsyncClient(broker) as client:
         envelopes = EnvelopeStore(redis, broker.result_ttl_seconds)
         open_responses = Claims(redis, "responses")
-        stored = ResponseStore(redis, envelopes, open_responses, settings.store_life)
+        stored = ResponseStore(redis, streams, envelopes, open_responses, settings.store_life)
         webhooks = Webhooks(redis, webhook_file, metrics)
         longest = broker.result_ttl_seconds / 4
         collector = ResponseCollector(
-            redis, open_responses, envelopes, stored, metrics, webhooks.publish, longest=longest
+            redis, streams, open_responses, envelopes, stored, metrics, webhooks.publish, longest=longest
         )
         app.state.files = None if settings.files is None else StoredFiles(settings.files)
-        app.state.batches = BatchStore(redis)
+        app.state.batches = BatchStore(redis, streams)
         gateway = Gateway(
             settings,
             client,
             redis,
+            streams,
             ModelCatalog(client),
             envelopes,
             hub,
@@ -215,6 +221,8 @@ async def _open_gateway(
             await gateway.limits.aclose()
             await gateway.bodies.aclose()
             await hub.aclose()
+            await read.aclose()
+            await reading.aclose()
             await streams.aclose()
             await redis.aclose()
 

@@ -11,13 +11,13 @@ HeadraceGatewayError
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 
 from headrace_wire.codes import ErrorCode
+from headrace_wire.errors import CopyableError
 
 
-class HeadraceGatewayError(Exception):
+class HeadraceGatewayError(CopyableError):
     """Root of the tree."""
 
 
@@ -54,11 +54,6 @@ class ApiError(HeadraceGatewayError):
         self.message: Final = message
         self.param: Final = param
         self.headers: Final = dict(headers or {})
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle all fields. By default an exception pickles only its message."""
-        make = partial(ApiError, param=self.param, headers=self.headers)
-        return make, (self.status, self.kind, self.code, self.message)
 
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's format. All four keys are always present."""

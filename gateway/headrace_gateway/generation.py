@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from typing import Final
 
@@ -14,6 +15,7 @@ from starlette.responses import Response
 
 from headrace_broker import InvalidRequestError, QueueFullError, RegisteredModel, SubmitRequest, UnknownModelError
 from headrace_broker.keys import ended_key, stream_key
+from headrace_broker.server.asking_homes import server_having
 from headrace_broker.server.connections import REDIS_ERRORS
 from headrace_gateway.admission import admitted_body, report_ignored
 from headrace_gateway.answers.complete_answer import CompleteAnswer
@@ -32,6 +34,7 @@ from headrace_gateway.requests.call import AnswerOptions, Call, ResponseOptions,
 from headrace_gateway.requests.call_fields import bounded_priority
 from headrace_gateway.requests.headers import CallHeaders, ResumeStyle, read_headers
 from headrace_gateway.requests.request_size import encoded_bytes, request_bytes
+from headrace_gateway.requests.token_bound import most_tokens
 from headrace_wire.codes import ErrorCode
 
 _PLAIN_WAIT: Final = 3600.0
@@ -83,9 +86,11 @@ async def submit(
     options: SubmitRequest = {
         "model": model.name,
         "tenant": key.tenant,
+        "key_name": key.name,
         "cache_salt": key.cache_salt,
         "priority": bounded_priority(call.priority if headers.priority is None else headers.priority, key),
         "expires": headers.expires,
+        "due": datetime.fromtimestamp(envelope.due, UTC) if envelope.due and key.may_be_urgent else None,
         "abandon_after": headers.abandon_after,
         "prefix_key": call.prefix_key,
     }
@@ -95,19 +100,35 @@ async def submit(
         if headers.idempotency_key is not None:
             name = f"{api.prefix.rstrip('-_')}:{number}:{key.name}:{headers.idempotency_key}"
             requests[-1]["idempotency_key"] = name
-    envelope = await _counted(gateway, envelope, call, size)
+    tokens: dict[str, int] = {}
+    if key.tokens_per_day is not None:
+        bounds = (most_tokens(request, model.max_model_len) for request in call.requests)
+        tokens = dict(zip(envelope.request_ids, bounds, strict=True))
+    names = [each.get("idempotency_key") for each in requests]
+    reserved = await gateway.budgets.reserve_once(key, model.name, tokens, headers.expires, names)
+    may_be_queued = False
     try:
-        await _keep(gateway, envelope, call)
-        accepted = await _send(gateway, requests)
-    except REFUSALS:  # after any other error the request may still be in the queue
-        await forget(gateway, envelope)
+        envelope = await _counted(gateway, envelope, call, size)
+        try:
+            await _keep(gateway, envelope, call)
+            may_be_queued = True
+            accepted = await _send(gateway, requests)
+        except REFUSALS:  # after any other error the request may still be in the queue
+            may_be_queued = False
+            await forget(gateway, envelope)
+            raise
+    except BaseException:
+        if not may_be_queued:
+            await gateway.budgets.release(key, model.name, reserved)
         raise
     if accepted[0] == answer_id:
         return envelope
     await forget(gateway, envelope)
-    if await gateway.envelopes.find(accepted[0]) is None:
-        if await _is_gone(gateway, accepted[0]):
-            raise not_found("the answer of this Idempotency-Key was deleted or has expired: choose a new key")
+    await gateway.budgets.release(key, model.name, {*reserved} - {*accepted})
+    has_envelope = await gateway.envelopes.find(accepted[0]) is not None
+    if not has_envelope and await _is_gone(gateway, accepted[0]):
+        raise not_found("the answer of this Idempotency-Key was deleted or has expired: choose a new key")
+    if not has_envelope:
         # The queue was full for the first request with this Idempotency-Key. The key stays bound to that request's id.
         await _keep(gateway, msgspec.structs.replace(envelope, id=accepted[0], request_ids=tuple(accepted)), call)
     return await gateway.envelopes.get(accepted[0], key)
@@ -117,8 +138,8 @@ async def _is_gone(gateway: Gateway, answer_id: str) -> bool:
     """Return whether an answer without an envelope was deleted, or ended so long ago that its stream has expired."""
     if await gateway.responses.was_deleted(answer_id):
         return True
-    stream, ended = stream_key(answer_id), ended_key(answer_id)
-    return not await gateway.redis.exists(stream) and bool(await gateway.redis.exists(ended))
+    server, name = await server_having(gateway.streams, answer_id)
+    return not await server.exists(stream_key(name)) and bool(await server.exists(ended_key(name)))
 
 
 async def _keep(gateway: Gateway, envelope: Envelope, call: Call) -> None:

@@ -1,7 +1,9 @@
 """All exceptions of this package."""
 
+from headrace_wire.errors import CopyableError
 
-class HeadraceMonitoringError(Exception):
+
+class HeadraceMonitoringError(CopyableError):
     """Base class of the exceptions of headrace_monitoring."""
 
 

@@ -264,6 +264,7 @@ class EngineFamilies:
 
     def __init__(self, make: FamilyFactory, steps: FamilyFactory, sets: labels.LabelSets) -> None:
         self.up = make.gauge("engine_up", "1 while the engine process runs and answers.")
+        self.load_progress = make.gauge("engine_load_ratio", "Share of the model's weights that is loaded.")
         self.restarts = make.counters(
             "engine_restarts_total",
             "Engine processes started to replace one that ended.",

@@ -46,11 +46,13 @@ class WorkerHealth:
         self._step_timeout = step_timeout
         self._clock = clock
         self._state: WorkerState = "loading"
+        self._loaded = 0.0
         self._heartbeat_at: float | None = None
         # time of the last step, or of the first heartbeat with requests in flight; None while none is in flight
         self._progress_at: float | None = None
         self._queue_problem: str | None = None
         self._preparation_fails = False
+        self._stream_problem: str | None = None
 
     def queue_blocked(self, problem: str | None) -> None:
         """Set the reason why Redis gives the worker no messages; None if it gives them."""
@@ -60,11 +62,19 @@ class WorkerHealth:
         """Set whether a process that prepares requests fails at its start."""
         self._preparation_fails = fails
 
+    def streams_blocked(self, problem: str | None) -> None:
+        """Set the reason why the worker cannot write some streams, and takes no messages; None if it can."""
+        self._stream_problem = problem
+
     def state(self, state: WorkerState) -> None:
         """Set the worker's state. A loading engine cannot step, so the time without a step counts from here."""
         self._state = state
         if self._progress_at is not None:
             self._progress_at = self._clock()
+
+    def loading(self, share: float) -> None:
+        """Set the share of the model's weights that is loaded, 0 to 1."""
+        self._loaded = share
 
     def heartbeat(self, in_flight: int) -> None:
         """Record one turn of the worker's loop, with the number of requests in the engine."""
@@ -82,10 +92,14 @@ class WorkerHealth:
 
     def not_ready(self) -> str | None:
         """Return why the worker takes no requests; None: it takes them."""
+        if self._state == "loading" and self._loaded:
+            return f"the worker is loading: {100 * self._loaded:.0f} % of the weights"
         if self._state != "ready":
             return f"the worker is {self._state}"
         if self._queue_problem is not None:
             return f"the queue cannot be served: {self._queue_problem}"
+        if self._stream_problem is not None:
+            return f"streams cannot be written: {self._stream_problem}"
         if self._preparation_fails:
             return "requests cannot be prepared: a preparation process fails at its start; its error is in the log"
         return self.not_alive()

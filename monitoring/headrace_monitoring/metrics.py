@@ -477,12 +477,17 @@ class Metrics:
         """Set whether the engine process is ready. If it has ended, its requests and KV blocks are gone."""
         self._deferred.flush()  # the levels of the last steps must be set before these
         self._engine.up.set(up)
+        self._engine.load_progress.set(up)
         if up:
             self._engine.last_step.set(self._clock())
             return
         self._lora_requests({})
         for gauge in (*self._engine.requests.values(), *self._engine.kv_blocks.values(), self._engine.kv_usage):
             gauge.set(0)
+
+    def model_loading(self, share: float) -> None:
+        """Set the share of the weights that is loaded, 0 to 1. It is 1 while the engine is ready."""
+        self._engine.load_progress.set(share)
 
     def model_loaded(
         self, *, architecture: str, dtype: str, device: str, attention: str, engine: str, engine_version: str

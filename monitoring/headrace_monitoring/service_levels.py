@@ -7,16 +7,17 @@ headrace_cli.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from headrace_monitoring.exposition import ExpositionFormat, render
-from headrace_monitoring.families import PREFIX
 from headrace_monitoring.labels import OTHER, dead_letter_reason
+from headrace_monitoring.redis_levels import RedisLevels, StreamServerLevels, redis_families, stream_server_families
+from headrace_monitoring.sampled_families import counter, gauge
 from headrace_wire.codes import DEAD_LETTER_LABELS, PRIORITY_STEPS
 
 
@@ -60,50 +61,34 @@ class ModelLevels:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RedisLevels:
-    """The state of the Redis server. Sizes are bytes. A limit of 0 means no limit."""
-
-    memory_used_bytes: int
-    memory_limit_bytes: int
-    connected_clients: int
-    persistence_ok: bool
-    """The last write of the append-only file and the last snapshot succeeded."""
-    may_evict: bool
-    """The eviction policy is not noeviction."""
-    evicted_keys: int
-    rejected_connections: int
-    started_at: float
-    """Unix time of the server's start."""
-    loads_all: bool | None
-    """The next restart loads the whole append-only file; None: the exporter has no right to read the setting."""
-    load_errors: int
-    """Commands of the append-only file that the server refused at its last start."""
-    messages_before_restart: int
-    messages_after_restart: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLevels:
     """The result of one poll."""
 
     models: Sequence[ModelLevels]
-    redis: RedisLevels
+    servers: Sequence[RedisLevels]
+    """The main server and those of `HEADRACE_QUEUE_URLS`, without those that are away."""
+    away: Collection[str]
+    """The addresses of the servers that could not be read. The main server is never one of them."""
     models_left_out: int = field(default=0)
     """Registered models above the limit of the exporter."""
+    stream_servers: Sequence[StreamServerLevels] = ()
 
 
 class ServiceExposition(Collector):
     """Exports the newest poll. A scrape reads memory only.
 
-    While Redis does not answer, the queues' series are absent, since neither the last values nor 0 would be true.
+    While the main server does not answer, the queues' series are absent, since neither the last values nor 0 would be
+    true. While another server does not, those of its queues are.
 
     Args:
         version: version of Headrace.
+        main: the address of the main server.
         clock: returns the unix time in seconds.
     """
 
-    def __init__(self, *, version: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, *, version: str, main: str, clock: Callable[[], float] = time.time) -> None:
         self._version = version
+        self._main = main
         self._clock = clock
         self._levels: ServiceLevels | None = None
         self._polled_at = clock()
@@ -114,11 +99,11 @@ class ServiceExposition(Collector):
         ProcessCollector(registry=self.registry)
 
     def polled(self, levels: ServiceLevels, seconds: float) -> None:
-        """Record a poll that Redis answered in `seconds`."""
+        """Record a poll that the main server answered in `seconds`."""
         self._levels, self._polled_at, self._poll_seconds = levels, self._clock(), seconds
 
     def failed(self) -> None:
-        """Record a poll that Redis did not answer."""
+        """Record a poll that the main server did not answer."""
         self._levels, self._polled_at = None, self._clock()
         self._failures += 1
 
@@ -127,18 +112,31 @@ class ServiceExposition(Collector):
         return render(self.registry, form)
 
     def collect(self) -> Iterator[Metric]:
-        yield _gauge("exporter_build_info", "Version of the exporter.", [({"version": self._version}, 1)])
-        yield _gauge("exporter_redis_up", "1 while the exporter reaches Redis.", [({}, self._levels is not None)])
-        yield _gauge("exporter_poll_timestamp_seconds", "Unix time of the last poll.", [({}, self._polled_at)])
-        yield _gauge("exporter_poll_seconds", "Duration of the last successful poll.", [({}, self._poll_seconds)])
-        yield _counter("exporter_poll_failures", "Polls that Redis did not answer.", self._failures)
+        yield gauge("exporter_build_info", "Version of the exporter.", [({"version": self._version}, 1)])
+        yield gauge(
+            "exporter_redis_up",
+            "1 while the exporter reaches the Redis server.",
+            [({"server": server}, up) for server, up in self._servers().items()],
+        )
+        yield gauge("exporter_poll_timestamp_seconds", "Unix time of the last poll.", [({}, self._polled_at)])
+        yield gauge("exporter_poll_seconds", "Duration of the last successful poll.", [({}, self._poll_seconds)])
+        yield counter(
+            "exporter_poll_failures", "Polls that the main Redis server did not answer.", [({}, self._failures)]
+        )
         if (levels := self._levels) is not None:
             yield from self._queues(levels)
-            yield from _redis(levels.redis)
+            yield from redis_families(levels.servers)
+            yield from stream_server_families(levels.stream_servers)
+
+    def _servers(self) -> dict[str, bool]:
+        """Return which servers were reached. While the main server is away, the others are not read."""
+        if self._levels is None:
+            return {self._main: False}
+        return {server.server: True for server in self._levels.servers} | dict.fromkeys(self._levels.away, False)
 
     def _queues(self, levels: ServiceLevels) -> Iterator[Metric]:
         of = [({"model": model.model, "queue": model.queue}, model) for model in levels.models]
-        yield _gauge(
+        yield gauge(
             "queue_messages",
             "Messages of the queue by state.",
             [
@@ -151,7 +149,7 @@ class ServiceExposition(Collector):
                 )
             ],
         )
-        yield _gauge(
+        yield gauge(
             "queue_ready_messages",
             "Ready messages by priority; 0 is served first.",
             [
@@ -160,27 +158,27 @@ class ServiceExposition(Collector):
                 for step in PRIORITY_STEPS
             ],
         )
-        yield _gauge(
+        yield gauge(
             "queue_oldest_message_age_seconds",
             "Age of the oldest ready message; 0: none is ready.",
             [(labels, model.oldest_age_seconds or 0.0) for labels, model in of],
         )
-        yield _gauge(
+        yield gauge(
             "queue_blocked",
             "1 while Redis gives no messages of the queue to workers.",
             [(labels, model.blocked) for labels, model in of],
         )
-        yield _gauge(
+        yield gauge(
             "queue_unread_messages",
-            "Messages in lists that no worker reads, because their producers set sep or global_keyprefix.",
+            "Messages in lists that no worker reads, because of their producers' sep, global_keyprefix or server.",
             [(labels, model.unread) for labels, model in of],
         )
-        yield _gauge(
+        yield gauge(
             "queue_run_out_leases",
             "Expired leases whose messages no worker has returned to the queue yet.",
             [(labels, model.run_out) for labels, model in of],
         )
-        yield _gauge(
+        yield gauge(
             "queue_dead_letters",
             "Dead letters kept, by reason.",
             [
@@ -189,7 +187,7 @@ class ServiceExposition(Collector):
                 for reason, count in self._dead_by_reason(model.dead).items()
             ],
         )
-        yield _gauge(
+        yield gauge(
             "outstanding_tokens",
             "Expected prompt and output tokens of the messages that are due. Absent: no request ended in the last day.",
             [
@@ -198,27 +196,27 @@ class ServiceExposition(Collector):
                 for state, tokens in (model.outstanding_tokens or {}).items()
             ],
         )
-        yield _gauge(
+        yield gauge(
             "worker_tokens_per_second",
             "Prompt and output tokens that one busy worker of the model computes a second; 0: none measured it yet.",
             [({"model": model.model}, model.tokens_per_second or 0.0) for model in levels.models],
         )
-        yield _gauge(
+        yield gauge(
             "outstanding_worker_seconds",
             "Time in which one worker computes the outstanding tokens. Absent: its speed or their number is unknown.",
             [(labels, seconds) for labels, model in of if (seconds := model.outstanding_seconds) is not None],
         )
-        yield _gauge(
+        yield gauge(
             "earliest_slack_seconds",
             "Time until the earliest deadline of the waiting messages; negative: it has passed. Absent: none has one.",
             [(labels, slack) for labels, model in of if (slack := model.earliest_slack_seconds) is not None],
         )
-        yield _gauge(
+        yield gauge(
             "model_last_seen_timestamp_seconds",
             "Unix time at which a worker last reported that it serves the model; 0: no worker ever did.",
             [({"model": model.model}, model.last_seen or 0.0) for model in levels.models],
         )
-        yield _gauge("exporter_models_left_out", "Registered models above the limit.", [({}, levels.models_left_out)])
+        yield gauge("exporter_models_left_out", "Registered models above the limit.", [({}, levels.models_left_out)])
 
     def _dead_by_reason(self, dead: Mapping[str, int]) -> dict[str, int]:
         counts = dict.fromkeys((*DEAD_LETTER_LABELS, OTHER), 0)
@@ -226,56 +224,3 @@ class ServiceExposition(Collector):
             word = dead_letter_reason(reason)
             counts[word] += count
         return counts
-
-
-def _redis(redis: RedisLevels) -> Iterator[Metric]:
-    yield _gauge("redis_memory_used_bytes", "Memory that Redis uses.", [({}, redis.memory_used_bytes)])
-    yield _gauge("redis_memory_limit_bytes", "Redis's maxmemory; 0: no limit.", [({}, redis.memory_limit_bytes)])
-    yield _gauge("redis_connected_clients", "Connections to Redis.", [({}, redis.connected_clients)])
-    yield _gauge(
-        "redis_persistence_ok",
-        "1 while the last write of the append-only file and the last snapshot succeeded.",
-        [({}, redis.persistence_ok)],
-    )
-    yield _gauge(
-        "redis_may_evict",
-        "1 while Redis may evict keys: its maxmemory-policy is not noeviction.",
-        [({}, redis.may_evict)],
-    )
-    yield _gauge("redis_start_timestamp_seconds", "Unix time of Redis's start.", [({}, redis.started_at)])
-    yield _gauge(
-        "redis_loads_all",
-        "1: a restart of Redis loads its whole append-only file. 0: it would skip transactions. Absent: the exporter"
-        " has no right to read the setting.",
-        [] if redis.loads_all is None else [({}, redis.loads_all)],
-    )
-    yield _gauge(
-        "redis_load_errors",
-        "Commands that Redis refused while it loaded its append-only file at its last start.",
-        [({}, redis.load_errors)],
-    )
-    yield _gauge(
-        "redis_messages_before_restart",
-        "Ready messages at the last poll before Redis restarted; 0: the exporter saw no restart.",
-        [({}, redis.messages_before_restart)],
-    )
-    yield _gauge(
-        "redis_messages_after_restart",
-        "Ready and leased messages at the first poll after Redis restarted.",
-        [({}, redis.messages_after_restart)],
-    )
-    yield _counter("redis_evicted_keys", "Keys that Redis evicted.", redis.evicted_keys)
-    yield _counter("redis_rejected_connections", "Connections that Redis refused.", redis.rejected_connections)
-
-
-def _gauge(name: str, documentation: str, samples: Iterable[tuple[Mapping[str, str], float]]) -> Metric:
-    samples = list(samples)
-    names = list(samples[0][0]) if samples else []
-    family = GaugeMetricFamily(PREFIX + name, documentation, labels=names)
-    for labels, value in samples:
-        family.add_metric(list(labels.values()), value)
-    return family
-
-
-def _counter(name: str, documentation: str, value: float) -> Metric:
-    return CounterMetricFamily(PREFIX + name, documentation, value=value)

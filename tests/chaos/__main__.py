@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from chaos.faults import FAULTS
+from chaos.faults import FAULTS, STREAM_SERVER_FAULTS
 from chaos.harness import Harness, Round, summary
 from chaos.model import save_chaos_model
 from chaos.site import Site
@@ -27,7 +27,7 @@ ROUNDS_A_LINE: Final = 20
 
 
 def main() -> int:
-    names = {fault.__name__: fault for fault in FAULTS}
+    names = {fault.__name__: fault for fault in (*FAULTS, *STREAM_SERVER_FAULTS)}
     parser = argparse.ArgumentParser(prog="python -m chaos", description=__doc__)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--server", metavar="PROGRAM", default=PROGRAM, help="[default: %(default)s]")
     parser.add_argument("--logs", metavar="FOLDER", help="keep the workers' logs there")
     parser.add_argument("--vllm", metavar="PYTHON", help="workers whose engine is vLLM, by the Python that has it")
+    parser.add_argument("--stream-servers", type=int, default=0, help="servers of their own for the streams")
     parser.add_argument("--family", choices=sorted(FAMILIES), help="the architecture of the model [default: llama]")
     options = parser.parse_args()
     console = Console(stderr=True)
@@ -49,7 +50,13 @@ def main() -> int:
         engine = vllm_settings(options.vllm) if options.vllm else None
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with (
-            Site(model, logs, engine_settings=engine, program=options.server) as site,
+            Site(
+                model,
+                logs,
+                engine_settings=engine,
+                program=options.server,
+                num_stream_servers=options.stream_servers,
+            ) as site,
             Progress(*columns, console=console) as progress,
         ):
             harness = Harness(site, options.seed)
@@ -63,7 +70,8 @@ def main() -> int:
                 for problem in done.problems:
                     progress.console.print(f"round {done.number}, {done.fault}: {problem}", style="red", markup=False)
 
-            faults = [names[name] for name in options.faults] if options.faults else FAULTS
+            own = [*FAULTS, *(STREAM_SERVER_FAULTS if options.stream_servers else ())]
+            faults = [names[name] for name in options.faults] if options.faults else own
             rounds = harness.run(options.rounds, report, faults)
     lines = summary(rounds)
     table = Table(*(name.replace("_", " ") for name in lines[0]), title=f"seed {options.seed}")

@@ -6,13 +6,30 @@ lease, or the start of a new process. What a stream is silent beyond that is the
 
 import os
 import random
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from chaos import load, poison
 from chaos.site import Site
 from headrace_broker import Client
+from headrace_broker.server.embedded import EmbeddedServer, free_port
+
+
+@contextmanager
+def full_disk(server: EmbeddedServer) -> Iterator[None]:
+    """While the block runs, the server's files do not grow."""
+    assert server.pid is not None
+    size = max(file.stat().st_size for file in server.folder.rglob("*.aof"))
+    _, hard = resource.prlimit(server.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
+
 
 _ENGINE_READY = "engine ready after"
 _WAVES, _CHOICES = 4, 8
@@ -124,9 +141,8 @@ def refuse_network(site: Site, draw: random.Random) -> None:
 
 def fill_disk(site: Site, draw: random.Random) -> None:
     """The server's disk takes no more for up to twice the lease: the server refuses every write."""
-    site.fill_disk()
-    time.sleep(draw.uniform(1.0, 2 * site.lease_seconds))
-    site.empty_disk()
+    with full_disk(site.server):
+        time.sleep(draw.uniform(1.0, 2 * site.lease_seconds))
 
 
 def better_requests(site: Site, draw: random.Random) -> float:
@@ -172,7 +188,7 @@ def cancel_requests(site: Site, draw: random.Random) -> None:
         site.send_doomed(kinds[number].body, number, "cancelled")
         for number in draw.choices(range(len(kinds)), k=_MORE_REQUESTS)
     ]
-    with Client(site.url_of("client"), model="tiny") as client:
+    with Client(site.settings_of("client"), model="tiny") as client:
         for handle in handles:
             site.service.wait_tokens([handle.id], at_least=draw.randrange(1, 5))
             if draw.random() < 0.5:
@@ -214,3 +230,53 @@ FAULTS: tuple[Fault, ...] = (
     pass_deadlines,
     send_poison,
 )
+
+
+def restart_stream_server(site: Site, draw: random.Random) -> None:
+    """kill -9 of a stream server, which comes back with its append-only file."""
+    server = draw.choice(list(site.stream_servers.values()))
+    server.wait_written()
+    server.kill()
+    time.sleep(draw.uniform(0.0, 3.0))
+    server.start()
+
+
+def freeze_stream_server(site: Site, draw: random.Random) -> None:
+    """SIGSTOP of a stream server for a while, then SIGCONT."""
+    server = draw.choice(list(site.stream_servers.values()))
+    os.kill(server.pid or 0, signal.SIGSTOP)
+    time.sleep(draw.uniform(0.2, 2 * site.lease_seconds))
+    os.kill(server.pid or 0, signal.SIGCONT)
+
+
+def fill_stream_disk(site: Site, draw: random.Random) -> None:
+    """A stream server's disk takes no more for a while: the server refuses every write."""
+    with full_disk(draw.choice(list(site.stream_servers.values()))):
+        time.sleep(draw.uniform(1.0, 2 * site.lease_seconds))
+
+
+def demote_stream_server(site: Site, draw: random.Random) -> None:
+    """A stream server is a replica for a while, as after a failover: it answers reads, and refuses every write."""
+    client = site.stream_client(draw.choice(list(site.stream_servers)))
+    client.replicaof("127.0.0.1", free_port())  # no master is there, so it keeps its data
+    time.sleep(draw.uniform(0.2, 2 * site.lease_seconds))
+    client.replicaof("NO", "ONE")
+
+
+def empty_stream_server(site: Site, draw: random.Random) -> None:
+    """A stream server restarts without its data, and an operator runs `headrace streams add`.
+
+    Its streams are lost. All other requests, and all later ones, must be served as ever.
+    """
+    time.sleep(draw.uniform(0.0, 1.0))
+    site.lose_data(draw.choice(list(site.stream_servers)))
+
+
+STREAM_SERVER_FAULTS: Sequence[Fault] = (
+    restart_stream_server,
+    freeze_stream_server,
+    fill_stream_disk,
+    demote_stream_server,
+    empty_stream_server,
+)
+"""Further faults of a site with stream servers."""

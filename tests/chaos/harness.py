@@ -17,9 +17,10 @@ import redis
 from celery.exceptions import TaskRevokedError
 from celery.result import AsyncResult
 
-from chaos.faults import FAULTS, Fault, in_random_order
+from chaos.faults import FAULTS, STREAM_SERVER_FAULTS, Fault, in_random_order
 from chaos.http_reader import HttpReader, TextChoice
 from chaos.intruder import TENANT, Intruder
+from chaos.ledger import counted, told
 from chaos.load import kinds
 from chaos.site import Doomed, Site
 from chaos.watcher import Watcher
@@ -53,6 +54,8 @@ class Round:
     rejoined: int = 0
     """HTTP streams whose connection was lost and that continued at the next event."""
     lost: int = 0
+    streams_lost: int = 0
+    """Requests whose stream was on a server that lost its data. They are not counted as lost."""
     broken: int = 0
     """Streams out of order, with a token twice, or with other content than undisturbed."""
     gaps: list[float] = field(default_factory=list)
@@ -100,23 +103,33 @@ class Harness:
 
     def _round(self, number: int, fault: Fault) -> Round:
         account = Round(number, fault.__name__)
+        self._site.emptied.clear()
         started = time.monotonic()
         self._site.wait_ready()
         numbers = [self._draw.randrange(len(self._kinds)) for _ in range(REQUESTS_A_ROUND)]
-        handles = [self._site.service.send(self._kinds[number].body, priority=PRIORITY) for number in numbers]
+        key_name = f"round-{account.number}"
+        sent: dict[str, Any] = {"priority": PRIORITY, "headers": {"key_name": key_name}}
+        handles = [self._site.send(self._kinds[each], **sent) for each in numbers]
         account.requests = len(handles)
         http_numbers = [self._draw.randrange(len(self._kinds)) for _ in range(HTTP_REQUESTS_A_ROUND)]
         readers = self._site.readers = [self._read_over_http(number) for number in http_numbers]
         account.http_requests = len(readers)
-        watcher = Watcher(self._site.url_of("subscriber"), [handle.id for handle in handles])
+        watcher = Watcher(
+            lambda request_id: self._site.url_of_stream(request_id, "subscriber"), [h.id for h in handles]
+        )
         intruder = self._intrude(handles, numbers)
         try:
             self._wait_for_tokens(watcher, handles, at_least=self._draw.randrange(1, 80))
             open_streams = [handle.id for handle in handles if handle.id not in watcher.ended]
             broken_at = time.monotonic()
             account.away = self._strike(account, fault)
-            self._wait(lambda: len(watcher.ended) == len(handles), END_SECONDS)
-            self._wait(lambda: all(reader.is_done or reader.problems for reader in readers), END_SECONDS)
+            self._wait(lambda: all(h.id in watcher.ended for h in handles if not self._is_lost(h.id)), END_SECONDS)
+            self._wait(
+                lambda: all(
+                    reader.is_done or reader.problems for reader in readers if not self._is_lost(reader.request_id)
+                ),
+                END_SECONDS,
+            )
             self._wait(
                 lambda: all(self._site.service.stream(each.handle.id).end for each in self._site.doomed), END_SECONDS
             )
@@ -127,25 +140,37 @@ class Harness:
             intruder.stop()
         account.attacks = intruder.num_attacks
         account.gaps = watcher.longest_gaps(broken_at, open_streams)
+        lost = [h.id for h in handles if self._is_lost(h.id)]
+        account.streams_lost = len(lost)
         for handle, kind_number in zip(handles, numbers, strict=True):
+            if handle.id in lost:
+                continue
             self._check(account, handle, kind_number, ended=handle.id in watcher.ended)
         for reader, kind_number in zip(readers, http_numbers, strict=True):
+            if self._is_lost(reader.request_id):
+                continue
             self._check_http(account, reader, kind_number)
         doomed, self._site.doomed = self._site.doomed, []
         for each in doomed:
             self._check_doomed(account, each)
         self._check_settled(account, [each.handle.id for each in doomed if each.code == "dead_letter"])
+        if self._site.has_ledger:
+            self._check_ledger(account, handles, key_name)
         self._site.forget([*handles, *(each.handle for each in doomed)])
         account.seconds = time.monotonic() - started
         return account
 
+    def _is_lost(self, request_id: str | None) -> bool:
+        """Whether the stream may have been on a server that lost its data in this round."""
+        return request_id is not None and self._site.home_of(request_id) in self._site.emptied
+
     def _intrude(self, handles: Sequence[AsyncResult], numbers: Sequence[int]) -> Intruder:
-        """From when a worker has seen every request: a message that comes before an id's own would have the id."""
+        """Start the intruder when a worker has seen every request. An earlier message would take the id of one."""
         request_ids = [handle.id for handle in handles]
         last = queue_lists(QUEUE)[-1]
         self._wait(lambda: not self._site.client.exists(last, arrived_key(last)), 30.0)
         prompts = [self._kinds[number].prompt for number in numbers]
-        return Intruder(self._site.url_of("producer"), request_ids, prompts, self._draw.randrange(2**32))
+        return Intruder(self._site.settings_of("producer"), request_ids, prompts, self._draw.randrange(2**32))
 
     def _strike(self, account: Round, fault: Fault) -> float | None:
         try:
@@ -176,6 +201,7 @@ class Harness:
             assert log.end["error"] is None, f"ended with {log.end['error']}"
             assert log.content == self._expected[kind_number], "other content than undisturbed"
             assert_result_is_stream(result_of(handle), log)
+            self._site.check(handle.id, log)
         except (AssertionError, redis.RedisError, TimeoutError, celery.exceptions.TimeoutError) as error:
             account.broken += 1
             account.problems.append(f"{name}: {type(error).__name__} {error}"[:400])
@@ -208,6 +234,16 @@ class Harness:
             problem = f"a request that was to end with {doomed.code}: {type(error).__name__} {error}"
             account.problems.append(problem[:400])
 
+    def _check_ledger(self, account: Round, handles: Sequence[AsyncResult], key_name: str) -> None:
+        """It has each request once, with the tokens of its result."""
+        try:
+            results = [result_of(handle) for handle in handles]
+        except (redis.RedisError, TimeoutError, celery.exceptions.TimeoutError, TaskRevokedError):
+            return  # `_check` has told it
+        found, expected = counted(self._site.client, key_name), told(results)
+        if found != expected:
+            account.problems.append(f"the ledger has requests and tokens {found} where the results have {expected}")
+
     def _read_over_http(self, kind_number: int) -> HttpReader:
         kind = self._kinds[kind_number]
         body = {"model": "tiny", "prompt": kind.prompt, "priority": PRIORITY, **kind.params}
@@ -222,7 +258,8 @@ class Harness:
             account.problems.append(f"{name} did not end")
         elif reader.error or reader.problems or reader.choices != self._expected_http[kind_number]:
             account.broken += 1
-            account.problems.append(f"{name}: {reader.error or 'other content than undisturbed'}"[:400])
+            other = f"other content than undisturbed: {reader.choices}, not {self._expected_http[kind_number]}"
+            account.problems.append(f"{name}: {reader.error or other}"[:4000])
 
     def _check_settled(self, account: Round, poisoned: Sequence[str]) -> None:
         """No message queued or leased, no dead letter but the poison's, no command refused, no worker that gave up."""
@@ -238,7 +275,7 @@ class Harness:
             dead = [letter for letter in dead if letter not in found]
         if dead:
             account.problems.append(f"{len(dead)} dead letters: {[letter[b'reason'] for letter in dead]}"[:400])
-        self._site.client.delete("headrace:dead")
+        self._site.client.delete(f"headrace:dead:{QUEUE}")
         account.problems += self._site.take_refusals()
         gone = self._site.take_ended()
         account.problems += [f"a worker ended by itself, see {log}" for log in gone]
@@ -246,7 +283,8 @@ class Harness:
 
 def summary(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     """A line for each fault, and one for all."""
-    names = [fault.__name__ for fault in FAULTS if any(r.fault == fault.__name__ for r in rounds)]
+    all_faults = (*FAULTS, *STREAM_SERVER_FAULTS)
+    names = [fault.__name__ for fault in all_faults if any(r.fault == fault.__name__ for r in rounds)]
     lines = [_line(name, [r for r in rounds if r.fault == name]) for name in names]
     return [*lines, _line("all", rounds)]
 
@@ -264,6 +302,7 @@ def _line(name: str, rounds: Sequence[Round]) -> dict[str, Any]:
         "http_requests": sum(r.http_requests for r in rounds),
         "rejoined": sum(r.rejoined for r in rounds),
         "lost": sum(r.lost for r in rounds),
+        "streams_lost": sum(r.streams_lost for r in rounds),
         "broken": sum(r.broken for r in rounds),
         "problems": sum(len(r.problems) for r in rounds),
         "silence_p50_seconds": _rounded(gaps, 50),

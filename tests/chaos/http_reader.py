@@ -54,6 +54,11 @@ class HttpReader:
         self._thread = threading.Thread(target=self._run, name="http-reader", daemon=True)
         self._thread.start()
 
+    @property
+    def request_id(self) -> str | None:
+        """None until the first event."""
+        return self._id
+
     def cut(self) -> None:
         """Break the connection from the client's side."""
         connected = self._socket

@@ -13,7 +13,7 @@ from typing import Any
 import msgpack
 import redis
 
-from headrace_broker import Client, HeadraceBrokerError
+from headrace_broker import BrokerSettings, Client, HeadraceBrokerError
 from service.workers.messages import EMBED, message
 from service.workers.service import QUEUE
 
@@ -25,8 +25,8 @@ _LISTS = (QUEUE, f"{QUEUE}\x06\x163")
 class Intruder:
     """A thread that attacks requests from when they are sent until `stop`."""
 
-    def __init__(self, url: str, request_ids: Sequence[str], prompts: Sequence[str], seed: int) -> None:
-        self._url = url
+    def __init__(self, settings: BrokerSettings, request_ids: Sequence[str], prompts: Sequence[str], seed: int) -> None:
+        self._settings = settings
         self._ids = request_ids
         self._prompts = prompts
         self._draw = random.Random(seed)
@@ -54,7 +54,7 @@ class Intruder:
         self._thread.join()
 
     def _run(self) -> None:
-        client = redis.Redis.from_url(self._url, socket_timeout=2, protocol=2)
+        client = redis.Redis.from_url(self._settings.redis_url, socket_timeout=2, protocol=2)
         while not self._stopped.wait(self._draw.uniform(*_PAUSE_SECONDS)):
             try:
                 self._draw.choice(self._acts)(client)
@@ -111,9 +111,9 @@ class Intruder:
         client.lpush(self._draw.choice(_LISTS), json.dumps(text))
 
     def _take_idempotency_keys(self, _: "redis.Redis") -> None:
-        with Client(self._url, model="tiny") as client:
+        with Client(self._settings, model="tiny") as client:
             client.submit("mine", {"max_tokens": 2}, idempotency_key=f"k{self._draw.randrange(9)}", tenant=TENANT)
 
     def _submit_under_the_id(self, _: "redis.Redis") -> None:
-        with Client(self._url, model="tiny") as client:
+        with Client(self._settings, model="tiny") as client:
             client.submit("mine", {"max_tokens": 2}, request_id=self._draw.choice(self._ids), tenant=TENANT)

@@ -138,7 +138,9 @@ class PoolingHarness:
         self._site.wait_ready()
         kinds = [self._draw.randrange(len(self._jobs)) for _ in range(JOBS_A_ROUND)]
         handles = [self._send(self._jobs[kind]) for kind in kinds]
-        watcher = Watcher(self._site.url_of("subscriber"), [handle.id for handle in handles])
+        watcher = Watcher(
+            lambda request_id: self._site.url_of_stream(request_id, "subscriber"), [h.id for h in handles]
+        )
         some = self._draw.randrange(1, sum(len(self._jobs[kind]["input"]) for kind in kinds) // 2)
         try:
             self._wait(lambda: sum(watcher.num_tokens(handle.id) for handle in handles) >= some, 30.0)
@@ -204,7 +206,7 @@ class PoolingHarness:
         except AssertionError as error:
             account.problems.append(f"messages are left over: {error}"[:400])
         account.problems += [f"a dead letter: {letter[b'reason']}" for letter in self._site.service.dead_letters()]
-        self._site.client.delete("headrace:dead")
+        self._site.client.delete(f"headrace:dead:{QUEUE}")
         account.problems += self._site.take_refusals()
         account.problems += [f"a worker ended by itself, see {log}" for log in self._site.take_ended()]
 

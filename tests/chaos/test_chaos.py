@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos.faults import FAULTS, Fault, better_requests, kill_worker, restart_redis
+from chaos.faults import FAULTS, STREAM_SERVER_FAULTS, Fault, better_requests, kill_worker, restart_redis
 from chaos.harness import Harness, summary
 from chaos.model import save_chaos_model
 from chaos.site import Site
@@ -52,5 +52,16 @@ def test_a_restart_of_the_oldest_servers_loses_no_request(program: str, tmp_path
         harness = Harness(site, seed=21)
         harness.learn()
         rounds = harness.run(2, report=lambda _: None, faults=[restart_redis, kill_worker])
+    assert [problem for done in rounds for problem in done.problems] == []
+    assert summary(rounds)[-1]["lost"] == 0
+
+
+@pytest.mark.rotated
+@pytest.mark.timeout(900)
+def test_faults_of_stream_servers_lose_no_request_of_another_server(tmp_path: Path) -> None:
+    with Site(save_chaos_model(tmp_path / "tiny"), tmp_path, num_stream_servers=2) as site:
+        harness = Harness(site, seed=22)
+        harness.learn()
+        rounds = harness.run(len(STREAM_SERVER_FAULTS), report=lambda _: None, faults=STREAM_SERVER_FAULTS)
     assert [problem for done in rounds for problem in done.problems] == []
     assert summary(rounds)[-1]["lost"] == 0

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import redis
 
@@ -10,21 +10,31 @@ from headrace_broker.keys import stream_key
 
 
 class Watcher:
-    """Reads streams on a thread of its own and notes when each chunk came."""
+    """Reads streams, those of each server on a thread of its own, and notes when each chunk came.
 
-    def __init__(self, url: str, request_ids: Sequence[str]) -> None:
-        self._url = url
+    Args:
+        url_of: returns the URL of the server of a request's stream.
+    """
+
+    def __init__(self, url_of: Callable[[str], str], request_ids: Sequence[str]) -> None:
         self._last = {stream_key(request_id): "0-0" for request_id in request_ids}
         self._ids = {stream_key(request_id).encode(): request_id for request_id in request_ids}
         self.arrivals: dict[str, list[float]] = {request_id: [] for request_id in request_ids}
         self.ended: set[str] = set()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
-        self._thread.start()
+        by_url: dict[str, list[str]] = {}
+        for request_id in request_ids:
+            by_url.setdefault(url_of(request_id), []).append(request_id)
+        self._threads = [
+            threading.Thread(target=self._run, args=each, name="watcher", daemon=True) for each in by_url.items()
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         self._stopped.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def num_tokens(self, request_id: str) -> int:
         """How many have come, of all choices: a chunk may have several."""
@@ -40,19 +50,19 @@ class Watcher:
                 gaps.append(max(times[index] - max(times[index - 1], since) for index in after))
         return gaps
 
-    def _run(self) -> None:
-        while not self._stopped.is_set() and len(self.ended) < len(self._ids):
-            client = redis.Redis.from_url(self._url, socket_timeout=5, protocol=2)
+    def _run(self, url: str, request_ids: list[str]) -> None:
+        while not self._stopped.is_set() and not self.ended.issuperset(request_ids):
+            client = redis.Redis.from_url(url, socket_timeout=5, protocol=2)
             try:
-                while not self._stopped.is_set() and len(self.ended) < len(self._ids):
-                    self._take(client.xread(self._open(), block=200))
+                while not self._stopped.is_set() and not self.ended.issuperset(request_ids):
+                    self._take(client.xread(self._open(request_ids), block=200))
             except redis.RedisError:
                 time.sleep(0.02)  # the server is away
             finally:
                 client.close()
 
-    def _open(self) -> dict[str, str]:
-        return {key: last for key, last in self._last.items() if self._ids[key.encode()] not in self.ended}
+    def _open(self, request_ids: list[str]) -> dict[str, str]:
+        return {stream_key(each): self._last[stream_key(each)] for each in request_ids if each not in self.ended}
 
     def _take(self, reply: list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]]) -> None:
         now = time.monotonic()

@@ -79,12 +79,14 @@ def write_model(
     *,
     tied: bool = False,
     change: Callable[[str, Blocks], Blocks] = lambda _, blocks: blocks,
+    **sizes: int,
 ) -> Path:
     """Write a tiny Llama or Qwen2.
 
     Args:
         kind_of: the type of a matrix, by its name in the file: one of SIZES, F16, or one that `gguf.quantize` knows.
         change: what is written in place of the blocks of a tensor.
+        sizes: of the configuration, where they differ.
     """
     options: dict[str, Any] = {
         "vocab_size": 160,
@@ -96,6 +98,7 @@ def write_model(
         "head_dim": 32,
         "max_position_embeddings": 128,
         "tie_word_embeddings": tied,
+        **sizes,
     }
     config = transformers.CONFIG_MAPPING[architecture](**options)
     with torch.device("meta"):

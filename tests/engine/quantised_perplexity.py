@@ -1,4 +1,4 @@
-"""Quantises a model by rounding to nearest, and measures its perplexity by each driver.
+"""Quantises a model by rounding to nearest, and measures its perplexity by each driver, see gguf_perplexity.py.
 
     python -m engine.quantised_perplexity MODEL --bits 4 --group 64
 
@@ -13,17 +13,14 @@ import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 import transformers
 from safetensors.torch import save_file
 
-from engine.perplexity import perplexity, prompts
+from engine.gguf_perplexity import report
 from engine.quantised_files import Integers, Kind, packed
-from headrace_engine import LLM
-from headrace_engine.runner.linear import grouped_linear
 
 
 def rounded(weight: torch.Tensor, kind: Kind) -> Integers:
@@ -64,31 +61,19 @@ def write_quantised(source: Path, folder: Path, kind: Kind) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": kind.config}))
 
 
-def measure(folder: Path, count: int, dtype: str, *, packed: bool = True) -> float:
-    supported = grouped_linear.supported if packed else lambda _: False
-    with mock.patch.object(grouped_linear, "supported", supported):
-        llm = LLM(str(folder), dtype=dtype, max_model_len=256, skip_tokenizer_init=True)
-        return perplexity(llm, prompts(count))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group", type=int, help="inputs of a group; all by default")
     parser.add_argument("--symmetric", action="store_true")
-    parser.add_argument("--prompts", type=int, default=60)
+    parser.add_argument("--chunks", type=int, default=6)
     options = parser.parse_args()
     kind = packed(options.bits, options.group, symmetric=options.symmetric, dtype=torch.bfloat16)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_quantised(options.model, folder, kind)
-        found = {
-            "float32": measure(folder, options.prompts, "float32"),
-            "bfloat16 by integers": measure(folder, options.prompts, "bfloat16"),
-            "bfloat16, dequantised": measure(folder, options.prompts, "bfloat16", packed=False),
-        }
-    print(json.dumps(found, indent=1))  # noqa: T201
+        report(folder, None, options.chunks)
 
 
 if __name__ == "__main__":

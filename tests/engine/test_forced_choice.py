@@ -52,7 +52,7 @@ class Walker:
         self.end = self.tokenizer.token_to_id("</s>")
         self.compiler = GrammarCompiler(
             TokenizerDefinition(
-                tokenizer_json=self.tokenizer.to_str(), vocab_size=self.vocab_size, eos_token_ids=[self.end]
+                tokenizer_json=self.tokenizer.to_str().encode(), vocab_size=self.vocab_size, eos_token_ids=[self.end]
             )
         )
 

@@ -41,8 +41,16 @@ pytestmark = [
 ALL_SIZES = {**SIZES, **INTEGER_SIZES}
 ALL_FORMATS = {**FORMATS, **{kind.name: kind for kind in INTEGER_FORMATS.values()}}
 formats = pytest.mark.parametrize("kind", ALL_SIZES)
+roundings = pytest.mark.parametrize(
+    ("kind", "input_bytes"), [*((kind, 1) for kind in ALL_SIZES), *((kind, 2) for kind in INTEGER_SIZES)]
+)
 INTEGERS, UNPACKED = 1, 2  # in linear.h
-LESSER_PROCESSORS = ["-mno-amx-bf16", "-mno-avx512vnni", "-mno-avx512f", "-mno-avx512f -mno-avxvnni"]
+LESSER_PROCESSORS = [
+    *("-mno-amx-bf16", "-mno-avx512vnni", "-mno-avx512f", "-mno-avx512f -mno-avxvnni"),
+    # as in the wheels with kernels
+    "-march=x86-64-v3",
+    *(["-march=x86-64-v4"] if torch.cpu.get_capabilities().get("avx512_bw") else []),
+]
 
 
 def random_bytes(kind: str, rows: int, columns: int) -> Blocks:
@@ -60,9 +68,12 @@ def dequantised(kind: str, blocks: Blocks) -> Any:
     return (dequantised_integers if kind in INTEGER_SIZES else gguf_files.dequantised)(kind, blocks)
 
 
-def layer_of(kind: str, out_features: int, in_features: int, dtype: torch.dtype = torch.float32) -> GroupedLinear:
+def layer_of(
+    kind: str, out_features: int, in_features: int, dtype: torch.dtype = torch.float32, input_bytes: int = 1
+) -> GroupedLinear:
     blocks = random_blocks(kind, out_features, in_features, spread=0.1)
-    return GroupedLinear([GroupedWeight(ALL_FORMATS[kind], blocks)], None, dtype, batch_invariant=True)
+    weight = GroupedWeight(ALL_FORMATS[kind], blocks, input_bytes=input_bytes)
+    return GroupedLinear([weight], None, dtype, batch_invariant=True)
 
 
 def rows(count: int, features: int) -> torch.Tensor:
@@ -137,20 +148,34 @@ def scales_of(kind: str, blocks: Blocks) -> tuple[Any, Any, Any]:
     return spread(half(0)), spread(half(2)) if kind in ("Q4_1", "Q5_1") else spread(zeros), spread(zeros)
 
 
-def integer_products(kind: str, blocks: Blocks, x: Any) -> Any:
+def integer_products(kind: str, blocks: Blocks, x: Any, input_bytes: int) -> Any:
     """What linear_integer.h computes, in numpy: [rows, in] float32 -> [rows, out] float32."""
-    count, inputs = x.shape
+    levels, factor = rounded_inputs(x)
+    sums = rounded_products(kind, blocks, levels, factor)
+    if input_bytes == 1:
+        return sums
+    rest = fused(-factor[..., None], levels, x.reshape(levels.shape)).reshape(x.shape)
+    return sums + rounded_products(kind, blocks, *rounded_inputs(rest))
+
+
+def rounded_inputs(x: Any) -> tuple[Any, Any]:
+    """Round rows to int8: [rows, in] -> [rows, groups, 32], and the scales, [rows, groups]."""
+    groups = x.reshape(len(x), -1, 32)
+    largest = np.abs(groups).max(axis=-1)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(largest < 1e-30, np.float32(0), np.float32(127) / largest)
+    levels = np.rint(groups * inverse[..., None]).astype(np.int64)
+    return levels, np.where(largest < 1e-30, np.float32(0), largest / np.float32(127))
+
+
+def rounded_products(kind: str, blocks: Blocks, levels: Any, factor: Any) -> Any:
+    """The products of rows that are rounded: [rows, out] float32."""
+    count, inputs = len(levels), levels.shape[1] * 32
     scale, added, d = scales_of(kind, blocks)
     step = scale * d if kind == "Q6_K" else scale
     step, lift = (np.repeat(part, 16, axis=1) for part in (step, added))
     with np.errstate(divide="ignore", invalid="ignore"):
         codes = np.nan_to_num(np.rint((dequantised(kind, blocks).astype(np.float64) - lift) / step)).astype(np.int64)
-    groups = x.reshape(count, -1, 32)
-    largest = np.abs(groups).max(axis=-1)
-    with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.where(largest < 1e-30, np.float32(0), np.float32(127) / largest)
-    levels = np.rint(groups * inverse[..., None]).astype(np.int64)
-    factor = np.where(largest < 1e-30, np.float32(0), largest / np.float32(127))
     sums = np.zeros((count, len(blocks)), np.float32)
     for group in range(inputs // 32):
         first, second = 2 * group, 2 * group + 1
@@ -180,26 +205,29 @@ def product(kernels: ctypes.CDLL, layer: GroupedLinear, x: torch.Tensor, threads
     return out
 
 
-@formats
+@roundings
 @pytest.mark.parametrize(
     ("inputs", "outputs"), [(32, 1), (96, 15), (256, 17), (896, 48), (512, 100), (2048, 33), (256, 1000)]
 )
-def test_products_by_integers_are_those_of_the_model_in_every_bit(kind: str, inputs: int, outputs: int) -> None:
+def test_products_by_integers_are_those_of_the_model_in_every_bit(
+    kind: str, input_bytes: int, inputs: int, outputs: int
+) -> None:
     if inputs % ALL_SIZES[kind][0]:
         pytest.skip("a row is no whole number of blocks")
-    layer, x = layer_of(kind, outputs, inputs), rows(70, inputs)
+    layer, x = layer_of(kind, outputs, inputs, input_bytes=input_bytes), rows(70, inputs)
     x[3], x[5, 32:] = 0, 1e-38  # without any level, and without a normal one
-    expected = torch.from_numpy(integer_products(kind, random_blocks(kind, outputs, inputs, spread=0.1), x.numpy()))
+    blocks = random_blocks(kind, outputs, inputs, spread=0.1)
+    expected = torch.from_numpy(integer_products(kind, blocks, x.numpy(), input_bytes))
     kernels = native_linear.library()
     for count in range(1, 71) if inputs < 900 and outputs < 200 else (1, 2, 3, 5, 8, 9, 16, 63, 64, 65, 70):
         assert torch.equal(by_integers(kernels, layer, x[:count], 1 + count % 4), expected[:count]), count
 
 
-@formats
+@roundings
 @pytest.mark.parametrize("without", LESSER_PROCESSORS)
-def test_lesser_processors_give_the_same_bits(kind: str, without: str) -> None:
+def test_lesser_processors_give_the_same_bits(kind: str, input_bytes: int, without: str) -> None:
     lesser = build("linear.c", "linear", without)
-    layer, x = layer_of(kind, 100, 768), rows(70, 768)
+    layer, x = layer_of(kind, 100, 768, input_bytes=input_bytes), rows(70, 768)
     x[:8] = torch.tensor([127.0, -127.0]).repeat(384)  # codes and inputs of the largest magnitude
     expected = by_integers(native_linear.library(), layer, x, 2)
     for count in (1, 2, 3, 4, 7, 70):
@@ -207,8 +235,9 @@ def test_lesser_processors_give_the_same_bits(kind: str, without: str) -> None:
     assert torch.equal(product(lesser, layer, x, 2, UNPACKED), NativeLinear(layer.dense(), None)(x))
 
 
-def test_the_scratch_space_of_many_rows_is_limited() -> None:
-    kernels, layer = native_linear.library(), layer_of("Q4_K", 40, 768)
+@pytest.mark.parametrize(("kind", "input_bytes"), [("Q4_K", 1), ("INT4_128", 2)])
+def test_the_scratch_space_of_many_rows_is_limited(kind: str, input_bytes: int) -> None:
+    kernels, layer = native_linear.library(), layer_of(kind, 40, 768, input_bytes=input_bytes)
 
     def scratch(count: int) -> int:
         args = layer.args()
@@ -221,10 +250,10 @@ def test_the_scratch_space_of_many_rows_is_limited() -> None:
     assert torch.equal(by_integers(kernels, layer, x, 2), parts)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize(("kind", "input_bytes"), [("Q8_0", 1), ("Q4_K", 1), ("Q6_K", 1), ("INT4_32", 2)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_that_is_not_finite_stays_by_itself(kind: str, bad: float) -> None:
-    layer, x = layer_of(kind, 40, 512), rows(9, 512)
+def test_a_row_that_is_not_finite_stays_by_itself(kind: str, input_bytes: int, bad: float) -> None:
+    layer, x = layer_of(kind, 40, 512, input_bytes=input_bytes), rows(9, 512)
     expected = by_integers(native_linear.library(), layer, x, 2)
     x[4, 300] = bad
     found = by_integers(native_linear.library(), layer, x, 2)
@@ -276,19 +305,32 @@ def test_gate_and_up_of_two_types_are_one_product(count: int, width: int) -> Non
     assert (found - dense(x)).norm() < 0.03 * dense(x).norm() + 0.03 * dense(x).numel() ** 0.5
 
 
-@formats
-def test_many_rows_in_bfloat16_are_multiplied_by_matrix_tiles_unless_batch_invariant(kind: str) -> None:
+@roundings
+def test_many_rows_in_bfloat16_are_multiplied_by_matrix_tiles_unless_batch_invariant(
+    kind: str, input_bytes: int
+) -> None:
     if not native_linear.library().headrace_has_matrix_tiles():
         pytest.skip("this processor has no matrix tiles")
-    invariant = layer_of(kind, 100, 768, torch.bfloat16)
+    invariant = layer_of(kind, 100, 768, torch.bfloat16, input_bytes)
+    few = 32 // input_bytes
     free = GroupedLinear(invariant.weights, None, torch.bfloat16, batch_invariant=False)
     x = rows(150, 768).bfloat16()
     dense = NativeLinear(free.dense(), None)
     assert torch.equal(free(x), dense(x))
-    assert torch.equal(free(x[:64]), dense(x[:64]))
-    assert torch.equal(free(x[:63]), invariant(x[:63]))
+    assert torch.equal(free(x[:few]), dense(x[:few]))
+    assert torch.equal(free(x[: few - 1]), invariant(x[: few - 1]))
     assert torch.equal(invariant(x)[:1], invariant(x[:1]))
     assert not torch.equal(invariant(x), dense(x))
+
+
+@pytest.mark.parametrize("kind", INTEGER_SIZES)
+def test_inputs_of_two_bytes_are_as_precise_as_bfloat16(kind: str) -> None:
+    layer, x = layer_of(kind, 100, 768, input_bytes=2), rows(70, 768).bfloat16().float()
+    expected = x.double() @ layer.dense().double().T
+    found = by_integers(native_linear.library(), layer, x, 2).double()
+    assert (found - expected).norm() < 2e-5 * expected.norm()
+    layer = layer_of(kind, 100, 768, input_bytes=1)
+    assert (by_integers(native_linear.library(), layer, x, 2) - expected).norm() > 2e-3 * expected.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from engine.gguf_files import write_model
 from engine.model_families import COMMON
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.runner_factory import create_runner
@@ -75,7 +76,18 @@ print(memory("VmHWM") - before, memory("VmRSS") - before)
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
+def loaded(small: Path, large: Path) -> tuple[int, int]:
+    """Return how many bytes more a process had at most, and has, once it has loaded the large model, too."""
+    command = [sys.executable, "-c", LOAD, str(small), str(large)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
+    peak, resident = map(int, done.stdout.split())
+    return peak, resident
+
+
+needs_peaks = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peaks are read from /proc")
+
+
+@needs_peaks
 def test_loading_holds_the_weights_once(tmp_path: Path) -> None:
     sizes = {"small": {}, "large": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 5}}
     for name, size in sizes.items():
@@ -86,14 +98,20 @@ def test_loading_holds_the_weights_once(tmp_path: Path) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data.fill_(0.01)
         model.save_pretrained(tmp_path / name)
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(tmp_path / "small"), str(tmp_path / "large")],
-        stdout=subprocess.PIPE,
-        check=True,
-        text=True,
-    )
-    peak, resident = map(int, done.stdout.split())
+    peak, resident = loaded(tmp_path / "small", tmp_path / "large")
     weights = (tmp_path / "large" / "model.safetensors").stat().st_size
     assert weights > 128 << 20
     assert 0.9 * weights < resident < 1.2 * weights
     assert peak < 1.6 * weights
+
+
+@needs_peaks
+def test_loading_a_gguf_file_of_floats_keeps_no_pages_of_it(tmp_path: Path) -> None:
+    small = write_model(tmp_path / "small.gguf", "llama", lambda _: "BF16")
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6, "num_attention_heads": 32}
+    large = write_model(tmp_path / "large.gguf", "llama", lambda _: "BF16", **sizes)
+    peak, resident = loaded(small, large)
+    weights = 2 * large.stat().st_size
+    assert weights > 128 << 20
+    assert resident < 1.1 * weights
+    assert peak < 1.55 * weights

@@ -31,7 +31,9 @@ SPACES = [each for each in TOKENIZER.get_vocab().values() if TOKENIZER.decode([e
 def compiler() -> GrammarCompiler:
     end = TOKENIZER.token_to_id("</s>")
     size = TOKENIZER.get_vocab_size()
-    return GrammarCompiler(TokenizerDefinition(tokenizer_json=TOKENIZER.to_str(), vocab_size=size, eos_token_ids=[end]))
+    return GrammarCompiler(
+        TokenizerDefinition(tokenizer_json=TOKENIZER.to_str().encode(), vocab_size=size, eos_token_ids=[end])
+    )
 
 
 def grammar_of(compiler: GrammarCompiler, response_format: dict[str, Any]) -> Grammar:

@@ -150,6 +150,28 @@ def test_digits_are_split_where_the_file_asks_for_it(pre: str, pieces: list[str]
     assert [tokenizer.decode([token]) for token in tokenizer.encode_plain("12 345")] == pieces
 
 
+@pytest.mark.parametrize("pre", ["deepseek-v3", "default"])
+def test_an_unknown_way_to_split_texts_is_named_at_each_load(
+    pre: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_vocabulary(tmp_path / "vocabulary.gguf", "llama", byte_level(pre))
+    for _ in ("built", "from the cache"):
+        caplog.clear()
+        load(path)
+        (message,) = caplog.messages
+        assert f"tokenizer.ggml.pre of {path} is '{pre}', which is unknown" in message
+        assert "--tokenizer" in message
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+def test_a_known_way_to_split_texts_gives_no_warning(
+    pre: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(write_vocabulary(tmp_path / "vocabulary.gguf", "llama", byte_level(pre)))
+    load(write_vocabulary(tmp_path / "sentencepiece.gguf", "llama", sentencepiece))
+    assert caplog.messages == []
+
+
 def test_another_vocabulary_is_another_entry(file: Path, tmp_path: Path) -> None:
     load(file)
     changed = tmp_path / file.name

@@ -23,7 +23,7 @@ from headrace_engine.runner.fused.decoder_stack import DecoderStack
 from headrace_engine.runner.linear import grouped_linear
 from headrace_engine.runner.linear.grouped_linear import GroupedEmbedding, GroupedLinear
 from headrace_engine.runner.linear.grouped_weight import FORMATS
-from headrace_engine.runner.models import weight_memory
+from headrace_engine.runner.models import grouped_loading, weight_memory
 
 pytestmark = [
     pytest.mark.rotated(
@@ -242,3 +242,16 @@ def test_an_unknown_type_is_refused_with_its_tensor(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(ModelLoadError, match=r"tensor 'blk\.0\.attn_k\.weight' is of type 99, which this version"):
         load(path)
+
+
+@pytest.mark.parametrize("kind", ["BF16", "F16", "F32", "Q2_K"])
+def test_other_tensors_have_the_bits_that_gguf_gives_them(kind: str) -> None:
+    number = gguf.GGMLQuantizationType[kind]
+    weights, size = gguf.GGML_QUANT_SIZES[number]
+    data = np.random.default_rng(0).integers(0, 256, (7, 512 // weights * size), dtype=np.uint8)
+    with np.errstate(all="ignore"):  # some bytes are infinite or NaN
+        expected = gguf.dequantize(data.copy(), number)
+        found = grouped_loading.dequantised(data, number)
+    assert found.dtype == np.float32
+    assert found.shape == expected.shape
+    assert found.tobytes() == expected.tobytes()

@@ -1,5 +1,6 @@
 """Workers whose engine sleeps, and what Redis spends on them."""
 
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from headrace_broker.server.embedded import EmbeddedServer
 from service.workers.service import Service
 
 SLOTS = 64
+_STARTED_AT_ONCE = 4
 STEP_TOKENS = 2048
 """Most tokens that a step of the engine computes."""
 
@@ -38,18 +40,38 @@ class SleepingService(Service):
     environ: dict[str, str]
 
     def start_workers(self, count: int, *, slots: int = SLOTS, **settings: object) -> None:
-        """Start so many workers with these settings, and wait until they are ready."""
+        """Start so many workers with these settings, and wait until they are ready.
+
+        Four start at a time: a start takes seconds of a processor, and each must be ready in time.
+        """
         command = [sys.executable, "-m", "load.worker"]
         settings = {"max_num_seqs": slots, "max_num_batched_tokens": STEP_TOKENS, **settings}
-        started = [self.start_worker(command=command, environ=self.environ, **settings) for _ in range(count)]
-        for worker in started:
-            worker.wait_ready()
+        for first in range(0, count, _STARTED_AT_ONCE):
+            started = [
+                self.start_worker(command=command, environ=self.environ, **settings)
+                for _ in range(min(_STARTED_AT_ONCE, count - first))
+            ]
+            for worker in started:
+                worker.wait_ready()
 
 
 def cpu_seconds(client: "redis.Redis") -> float:
     """Return the processor time of the server so far."""
     info = client.info("cpu")
     return float(info["used_cpu_user"] + info["used_cpu_sys"])
+
+
+def worker_cpu_seconds(service: Service) -> float:
+    """Return the processor time of all living processes of the workers so far."""
+    return sum(_process_seconds(pid) for worker in service.workers for pid in worker.processes())
+
+
+def _process_seconds(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from headrace_broker.content import loads_stored
 from headrace_broker.keys import ended_key, result_key, stream_key
 from headrace_broker.queue.dead_letters import DeadLetter
 from hostile.messages import HONEST_TOKENS, SECRET, Generator, Hostile
-from service.workers.service import Service, StreamLog
+from service.workers.service import QUEUE, Service, StreamLog
 
-DEAD = "headrace:dead"
+DEAD = f"headrace:dead:{QUEUE}"
 RESULT_SECONDS = 20.0
 STAYING = (b"_kombu.binding", b"headrace:share:", b"headrace:models", b"headrace:lease:deliveries")
 """Prefixes of keys that stay, one key for each queue and its priorities."""
@@ -194,7 +194,7 @@ class Harness:
             self._client.delete(*left)
         if self._client.dbsize() > MAX_STAYING + len(self._at_rest):
             self._problem(f"{self._client.dbsize()} keys stay, more than {MAX_STAYING}")
-        if self._client.hlen("headrace:lease:deliveries"):
+        if self._client.hlen(f"headrace:lease:deliveries:{QUEUE}"):
             self._problem("counts of deliveries are left")
 
     def _memory(self) -> Memory:

@@ -376,7 +376,7 @@ class Generator:
             "*",
             "é💥",
             "x" * 5000,
-            "headrace:dead",
+            "headrace:dead:headrace.tiny",
             "a b",
             "{a}",
             "%s",

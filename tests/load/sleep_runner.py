@@ -1,12 +1,16 @@
 """A runner that computes nothing: a step sleeps for `LOAD_STEP_SECONDS`, and takes no processor time."""
 
+import json
 import os
 import time
+from pathlib import Path
 
 from headrace_engine.options.config import EngineConfig
 from headrace_engine.runner.contracts import KVSpec, ModelInfo, RunnerCapabilities, StepBatch, StepOutput
+from headrace_engine.text.tokenizer_parts import TokenizerParts
 
-IMPORT_PATH = "load.sleep_runner:create_runner"
+RUNNER = "load.sleep_runner:create_runner"
+TOKENIZER = "load.sleep_runner:load_tokenizer"
 _TOKENS = range(40, 140)  # tokens of the tests' tokenizer that decode to text
 
 
@@ -59,6 +63,19 @@ class SleepRunner:
                 sampled[request_id] = [_TOKENS[self._num_drawn[request_id] % len(_TOKENS)]]
                 self._num_drawn[request_id] += 1
         return StepOutput(sampled_token_ids=sampled, phase_seconds={"forward": self._step_seconds})
+
+
+def load_tokenizer(config: EngineConfig) -> TokenizerParts:
+    """Read the files of the tests' tokenizer. transformers would import torch: 12 s of a processor at each start."""
+    folder = Path(config.model.model)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = folder / "chat_template.jinja"
+    return TokenizerParts(
+        tokenizer_json=(folder / "tokenizer.json").read_bytes(),
+        chat_template=template.read_text() if template.exists() else settings.get("chat_template"),
+        special_tokens={name: token for name, token in settings.items() if name.endswith("_token")},
+        eos_token_id=0,
+    )
 
 
 def create_runner(config: EngineConfig) -> SleepRunner:

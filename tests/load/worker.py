@@ -1,20 +1,20 @@
 """`headrace worker` with an engine that sleeps. At its end it writes what publishing chunks cost.
 
-The file `LOAD_PUBLISH_FILE` gets the processor time of all calls that write chunks to Redis: packing the call, sending
-it and reading the reply.
+The file `LOAD_PUBLISH_FILE` gets the processor time of all calls that write chunks to Redis: sending the call and
+reading the reply.
 """
 
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from headrace_broker.streams.writer import Attempt, StreamWrite, StreamWriter, WriteOutcome
 from headrace_engine.options.config import EngineConfig
 from headrace_workers.app import create_app
 from headrace_workers.settings import WorkerSettings
-from load.sleep_runner import IMPORT_PATH
+from load.sleep_runner import RUNNER, TOKENIZER
 
 
 class SleepingSettings(WorkerSettings):
@@ -22,35 +22,42 @@ class SleepingSettings(WorkerSettings):
 
     def engine_config(self) -> EngineConfig:
         config = super().engine_config()
-        config.runner = IMPORT_PATH
+        config.runner, config.tokenizer = RUNNER, TOKENIZER
         return config
 
 
 class Meter:
-    """Measures the calls of `StreamWriter.publish`."""
+    """Measures the calls of `StreamWriter.send` and `StreamWriter.receive`."""
 
     def __init__(self) -> None:
         self.cpu_seconds = 0.0
         self.entries = 0
         self.calls = 0
-        self._publish = StreamWriter.publish
+        self._send, self._receive = StreamWriter.send, StreamWriter.receive
 
-    def publish(
-        self, writer: StreamWriter, writes: Iterable[StreamWrite], packed: bytes | None = None
-    ) -> dict[Attempt, WriteOutcome]:
-        batch = list(writes)
+    def send(self, writer: StreamWriter, writes: Sequence[StreamWrite], packed: bytes) -> None:
         started = time.thread_time()
         try:
-            return self._publish(writer, batch, packed)
+            self._send(writer, writes, packed)
         finally:
             self.cpu_seconds += time.thread_time() - started
-            self.entries += len(batch)
+
+    def receive(
+        self, writer: StreamWriter, writes: Sequence[StreamWrite], packed: bytes
+    ) -> dict[Attempt, WriteOutcome]:
+        started = time.thread_time()
+        try:
+            return self._receive(writer, writes, packed)
+        finally:
+            self.cpu_seconds += time.thread_time() - started
+            self.entries += len(writes)
             self.calls += 1
 
 
 def main() -> None:
     meter = Meter()
-    StreamWriter.publish = lambda *args: meter.publish(*args)  # type: ignore[method-assign]
+    StreamWriter.send = lambda *args: meter.send(*args)  # type: ignore[method-assign]
+    StreamWriter.receive = lambda *args: meter.receive(*args)  # type: ignore[method-assign]
     app = create_app(SleepingSettings.from_env())
     try:
         options = ["--without-gossip", "--without-mingle", "--hostname", f"load-{os.getpid()}@test"]

@@ -9,20 +9,27 @@ from click.testing import CliRunner, Result
 
 from headrace_broker.client.client import Client
 from headrace_broker.client.pooling_calls import pooling_call
+from headrace_broker.errors import QueueUnavailableError
 from headrace_broker.keys import engine_losses_key, listener_key, queue_lists, queue_name, result_key, stream_key
+from headrace_broker.models.registry import register_model
+from headrace_broker.queue.dead_letters import requeue
 from headrace_broker.queue.leases import Leases
 from headrace_broker.results import ErrorInfo
+from headrace_broker.server.connections import connect
 from headrace_broker.server.embedded import EmbeddedServer
+from headrace_broker.settings import BrokerSettings
 from headrace_broker.streams.listeners import Listeners
-from headrace_broker.streams.writer import StreamWriter
+from headrace_broker.streams.writer import Ending, StreamWriter
 from headrace_cli.commands.dead import dead_letters
 from headrace_wire.codes import DeadLetterReason
+from service.servers import make_server
 
 MODEL = "m"
 
 
 @pytest.fixture
 def client(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> Iterator[Client]:
+    register_model(redis_client, MODEL, max_model_len=1, worker="w", seen=1.0)
     with Client(redis_server.url, model=MODEL) as client:
         yield client
 
@@ -117,6 +124,18 @@ def test_a_letter_with_the_stream_of_another_message_is_not_requeued(
     assert client.requeue_dead_letters([letter]) == [letter]
 
 
+def test_a_letter_on_another_server_is_not_requeued_while_its_request_runs(redis_client: "redis.Redis") -> None:
+    writer = StreamWriter(redis_client, 60)
+    with make_server() as second, connect(second.url) as other, Client(second.url, model=MODEL) as client:
+        dead_letter(client, other, "a")
+        [letter] = client.dead_letters()
+        writer.claim("a", "w", content=letter.content)  # another operator has requeued it a moment before
+        assert requeue(redis_client, [letter], other) == []
+        assert StreamWriter(redis_client, 60).end_unclaimed("a", "stop", None, letter.content) is Ending.WRITTEN
+        assert requeue(redis_client, [letter], other) == [letter]
+        assert redis_client.exists(stream_key("a")) == 0
+
+
 def test_a_copy_of_a_message_that_was_served_is_not_requeued(client: Client, redis_client: "redis.Redis") -> None:
     lists = queue_lists(queue_name(MODEL))
     leases = Leases(redis_client, lease_seconds=60, delivery_limit=5)
@@ -165,3 +184,30 @@ def test_the_command_line_requeues_and_purges_the_selected_letters(
     assert run(redis_server, "purge", "--all", "--reason", "rejected", "--json").stdout == '{"purged": 1}\n'
     [letter] = client.dead_letters()
     assert run(redis_server, "purge", letter.letter_id).stdout == "1 deleted\n"
+
+
+def test_the_letters_of_other_servers_are_listed_while_one_is_away(
+    redis_server: EmbeddedServer, client: Client, redis_client: "redis.Redis"
+) -> None:
+    dead_letter(client, redis_client, "a")
+    register_model(redis_client, "other", max_model_len=1, worker="w", seen=1.0)
+    with make_server() as second:
+        urls = f"other={second.url}"
+        second.kill()
+        with Client(BrokerSettings(redis_server.url, queue_urls=urls)) as clients:
+            missing: list[str] = []
+            assert [letter.request_id for letter in clients.dead_letters(on_away=missing.append)] == ["a"]
+            assert len(missing) == 1
+            assert f"without those of headrace.other: 127.0.0.1:{second.port} is away" in missing[0]
+            with pytest.raises(QueueUnavailableError):
+                clients.dead_letters()
+        shown = CliRunner().invoke(
+            dead_letters, ["list", "--redis-url", redis_server.url], env={"HEADRACE_QUEUE_URLS": urls}
+        )
+        assert shown.exit_code == 0
+        assert len(shown.stdout.splitlines()) == 1
+        assert "without those of headrace.other" in shown.stderr
+        purged = CliRunner().invoke(
+            dead_letters, ["purge", "--all", "--redis-url", redis_server.url], env={"HEADRACE_QUEUE_URLS": urls}
+        )
+        assert (purged.exit_code, purged.stdout) == (1, "1 deleted\n")

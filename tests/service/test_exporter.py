@@ -19,8 +19,9 @@ from headrace_broker.client.client import Client
 from headrace_broker.keys import queue_lists, queue_name
 from headrace_broker.models.registry import register_model
 from headrace_broker.queue.leases import Leases
-from headrace_broker.server.connections import connect
+from headrace_broker.server.connections import address_of, connect
 from headrace_broker.server.embedded import EmbeddedServer
+from headrace_broker.server.queue_servers import QueueServers
 from headrace_cli.exporter import MAX_MODELS, Exporter
 from headrace_monitoring.exposition import ExpositionFormat
 from headrace_wire.codes import DeadLetterReason
@@ -145,6 +146,22 @@ def test_messages_in_lists_that_no_worker_reads_are_counted_and_logged(
     assert "'team:headrace.one\\x06\\x163'" in caplog.text
 
 
+def test_messages_on_the_main_server_for_a_queue_of_another_server_are_counted_and_logged(
+    redis_client: "redis.Redis", caplog: pytest.LogCaptureFixture
+) -> None:
+    register_model(redis_client, "one", max_model_len=100, worker="gone", seen=1234.0)
+    redis_client.lpush("headrace.one", "{}", "{}")
+    redis_client.lpush("headrace.one\x06\x163", "{}")
+    redis_client.lpush("headrace:queue:wake-up:headrace.one", "1")
+    with make_server() as second, QueueServers(redis_client, {"headrace.one": second.url}) as servers:
+        exporter = Exporter(redis_client, port=0, servers=servers)
+        exporter.poll()
+        exporter.poll()
+        assert value(exporter, "headrace_queue_unread_messages", model="one", queue="headrace.one") == 3
+    assert caplog.text.count("no worker reads the list") == 2
+    assert "no worker reads the list 'headrace.one': its producers send to the main server" in caplog.text
+
+
 def test_the_lists_of_a_hostile_producer_are_bounded(
     redis_client: "redis.Redis", caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,6 +192,30 @@ def test_a_model_that_no_worker_has_served_yet_can_be_given(redis_client: "redis
     exporter.poll()
     assert value(exporter, "headrace_queue_messages", model="new", state="ready") == 0
     assert value(exporter, "headrace_model_last_seen_timestamp_seconds", model="new") == 0
+
+
+def test_each_server_is_exported_and_those_of_queues_may_be_away(
+    redis_client: "redis.Redis", caplog: pytest.LogCaptureFixture
+) -> None:
+    main, up = address_of(redis_client), "headrace_exporter_redis_up"
+    with make_server() as second, QueueServers(redis_client, {"headrace.one": second.url}) as servers:
+        other = address_of(servers.of("headrace.one"))
+        exporter = Exporter(redis_client, models=["one", "two"], port=0, servers=servers)
+        exporter.poll()
+        assert value(exporter, up, server=main) == value(exporter, up, server=other) == 1
+        assert value(exporter, "headrace_redis_persistence_ok", server=other) == 1
+        second.kill()
+        exporter.poll()
+        exporter.poll()
+        assert value(exporter, up, server=main) == 1
+        assert value(exporter, up, server=other) == 0
+        assert value(exporter, "headrace_redis_memory_used_bytes") > 0, "only the main server is left"
+        assert value(exporter, "headrace_queue_messages", state="ready") == 0, "only the queue of 'two' is left"
+        assert caplog.text.count(f"{other}, with the queues headrace.one, cannot be read") == 1
+        second.start()
+        exporter.poll()
+        assert value(exporter, up, server=other) == 1
+        assert value(exporter, "headrace_queue_messages", model="one", state="ready") == 0
 
 
 def test_no_levels_are_exported_while_redis_is_unavailable() -> None:

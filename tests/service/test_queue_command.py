@@ -10,12 +10,14 @@ from celery import Celery
 from click.testing import CliRunner, Result
 
 from headrace_broker.client.client import Client
-from headrace_broker.keys import DEAD_LETTERS_KEY, LEASE_META_KEY, queue_lists, queue_name, result_key
+from headrace_broker.keys import dead_letters_key, lease_meta_key, queue_lists, queue_name, result_key
 from headrace_broker.models.registry import register_model
 from headrace_broker.queue.leases import Leases
 from headrace_broker.results import RequestFailedError
+from headrace_broker.server.connections import connect
 from headrace_broker.server.embedded import EmbeddedServer
 from headrace_cli.commands.queue import queue
+from service.servers import make_server
 
 MODEL = "m"
 LISTS = queue_lists(queue_name(MODEL))
@@ -90,8 +92,8 @@ def test_a_purge_cancels_the_requests_that_no_worker_runs_and_tells_their_client
     assert client.status("running").state == "pending"
     [held] = leases.held()
     leases.ack(held)
-    assert redis_client.keys("headrace:lease:*") + redis_client.keys("headrace:ready:*") == []
-    assert redis_client.exists(DEAD_LETTERS_KEY) == 0
+    assert redis_client.keys("headrace:lease:*") + redis_client.keys("headrace:queue:*") == []
+    assert redis_client.exists(dead_letters_key(queue_name(MODEL))) == 0
 
 
 def test_a_purge_asks_for_confirmation(client: Client, leases: Leases, redis_server: EmbeddedServer) -> None:
@@ -128,11 +130,11 @@ def test_an_unreadable_message_is_purged_too(
     assert shown(redis_server)["waiting"] == 0
 
 
-def test_a_purge_ends_no_request_of_another_queue(
+def test_a_purge_ends_no_request_of_another_message(
     client: Client, leases: Leases, redis_client: "redis.Redis", redis_server: EmbeddedServer
 ) -> None:
-    client.submit("x", request_id="theirs", model="other")
-    leases.sort(queue_lists(queue_name("other")))
+    client.submit("x", request_id="theirs")
+    assert len(leases.fetch(LISTS, 1)) == 1
     headers = {"id": "theirs", "task": "headrace.generate", "padding": "x" * 300_000}  # more than the scripts read
     redis_client.lpush(LISTS[0], json.dumps({"headers": headers, "properties": {"delivery_info": {}}, "body": ""}))
     assert client.purge_queue().waiting == 1
@@ -156,11 +158,11 @@ def test_a_queue_that_cannot_be_served_is_listed_with_its_problem(
     client: Client, leases: Leases, redis_client: "redis.Redis", redis_server: EmbeddedServer
 ) -> None:
     fill(client, leases)
-    redis_client.rename(LEASE_META_KEY, "kept")
-    redis_client.set(LEASE_META_KEY, "x")
+    redis_client.rename(lease_meta_key(queue_name(MODEL)), "kept")
+    redis_client.set(lease_meta_key(queue_name(MODEL)), "x")
     assert "WRONGTYPE" in shown(redis_server)["problem"]
     assert "WRONGTYPE" in str(run(redis_server, "purge", MODEL, "--yes").exception)
-    redis_client.rename("kept", LEASE_META_KEY)
+    redis_client.rename("kept", lease_meta_key(queue_name(MODEL)))
     assert shown(redis_server)["waiting"] == 6
 
 
@@ -186,3 +188,18 @@ def test_lists_that_a_setting_of_a_producer_hides_from_the_workers_are_listed(
     assert found[0]["unread"] == {key: 1}
     listed = run(redis_server, "list")
     assert f"no worker reads the list {key!r}, which has 1 message(s)" in listed.output
+
+
+def test_messages_on_the_main_server_for_a_queue_of_another_server_are_listed(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register_model(redis_client, MODEL, max_model_len=9, worker="w", seen=5.0)
+    redis_client.lpush(LISTS[0], "{}", "{}")
+    redis_client.lpush(f"{LISTS[0]}:3", "{}")
+    with make_server() as second, connect(second.url) as other:
+        other.lpush(f"{LISTS[0]}:3", "{}")
+        monkeypatch.setenv("HEADRACE_QUEUE_URLS", f"{MODEL}={second.url}")
+        found = shown(redis_server)
+        assert (found["waiting"], found["unread"]) == (0, {LISTS[0]: 2, f"{LISTS[0]}:3": 2})
+        listed = run(redis_server, "list").output
+    assert f"the list {LISTS[0]!r}, which has 2 message(s): its producers send to the main server" in listed

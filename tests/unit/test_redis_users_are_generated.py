@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from headrace_broker.server.users import WRITE
+
 _PATH = Path(__file__).parents[2] / "deploy" / "redis" / "generate.py"
 
 
@@ -50,7 +52,7 @@ def test_a_declared_writer_without_the_right_is_found(generate: ModuleType) -> N
 
 
 def test_a_right_to_write_that_is_not_declared_is_found(generate: ModuleType) -> None:
-    users = (*generate.USERS, generate.User("exporter", "", (generate.Rights(generate.WRITE, "models", "hset"),)))
+    users = (*generate.USERS, generate.User("exporter", "", (generate.Rights(WRITE, "models", "hset"),)))
     assert list(generate.wrong_writers(users)) == [
         "key models: its declared writers are workers alone, but exporter may write it"
     ]

@@ -12,6 +12,8 @@ import pytest
 import headrace_broker
 import headrace_gateway
 from headrace_broker.scripts import LuaScript
+from headrace_broker.server.rights import needed_commands
+from headrace_broker.server.users import USERS
 
 READS = {
     *("EXISTS", "GET", "TIME", "TTL", "TYPE", "LINDEX", "LLEN", "LRANGE", "XRANGE", "XREVRANGE"),
@@ -21,6 +23,7 @@ READS = {
 UNCHECKED = {
     "_PUBLISH": "a repeated call writes what is missing",
     "END_STREAM": "a repeated call writes what is missing, and a producer may not run the commands for workers",
+    "_FORGET_RUN": "its one command is one write, and it calls no function of its prelude that writes",
     "STREAM_STATUS": "it calls no function of its prelude that writes",
 }
 
@@ -59,3 +62,10 @@ def test_every_script_is_loaded(package: ModuleType) -> None:
     files = [path for folder in package.__path__ for path in Path(folder).rglob("*.lua")]
     assert files
     assert [path.name for path in files if path.read_text(encoding="utf-8").strip() not in texts] == []
+
+
+def test_doctor_checks_the_right_of_a_worker_to_every_command_of_the_broker_s_scripts() -> None:
+    texts = [script.text for name, script in SCRIPTS.items() if not name.startswith("headrace_gateway")]
+    called = {command for text in texts for command in re.findall(r"redis\.p?call\('(\w+)'", text)}
+    checked = {command[0] for user in USERS if user.name == "worker" for command in needed_commands(user)}
+    assert called - checked == {"TIME"}  # which takes no key

@@ -20,6 +20,7 @@ class ErrorCode(StrEnum):
     DEAD_LETTER = "dead_letter"
     QUOTA_EXCEEDED = "quota_exceeded"
     MODEL_CHANGED = "model_changed"
+    STREAM_LOST = "stream_lost"
 
 
 class GatewayCode(StrEnum):
@@ -29,6 +30,7 @@ class GatewayCode(StrEnum):
     BODY_BYTES_EXCEEDED = "body_bytes_exceeded"
     HOST_NOT_ALLOWED = "host_not_allowed"
     IDEMPOTENCY_KEY_REUSED = "idempotency_key_reused"
+    INSUFFICIENT_QUOTA = "insufficient_quota"
     INTERNAL_ERROR = "internal_error"
     INVALID_API_KEY = "invalid_api_key"
     INVALID_CURSOR = "invalid_cursor"

@@ -10,6 +10,8 @@ from celery.signals import celeryd_after_setup, setup_logging
 
 import headrace_workers.celery.commands  # noqa: F401  # registers Celery's commands
 from headrace_broker.app import make_app
+from headrace_broker.keys import queue_name
+from headrace_broker.settings import BrokerSettings
 from headrace_monitoring.logging import configure_logging
 from headrace_workers.celery.bootsteps import EngineConsumerStep, EngineStep
 from headrace_workers.celery.connection import WorkerAMQP
@@ -26,7 +28,9 @@ def create_app(settings: WorkerSettings) -> Celery:
     Raises:
         WorkerSettingsError: the broker's settings are invalid.
     """
-    app = make_app(settings.broker(), worker=True, models=settings.served_names)
+    broker = settings.broker()
+    _check_callback_servers(settings, broker)
+    app = make_app(broker, worker=True, models=settings.served_names)
     app.amqp_cls = WorkerAMQP
     app.control_cls = WorkerControl
     app.loader.override_backends = BACKENDS
@@ -57,6 +61,19 @@ def create_app(settings: WorkerSettings) -> Celery:
     setup_logging.connect(configure, weak=False)
     celeryd_after_setup.connect(configure_banner, weak=False)
     return app
+
+
+def _check_callback_servers(settings: WorkerSettings, broker: BrokerSettings) -> None:
+    """Raise WorkerSettingsError if callbacks would go to a queue on a server of its own, or come from one.
+
+    They are written by the script that settles the message, to that message's server. Results are on the main one.
+    """
+    rules = settings.callback_rules
+    queues = {*rules.queues, *map(queue_name, settings.served_names)} if rules.tasks else set()
+    if apart := sorted(queues & broker.url_by_queue.keys()):
+        raise WorkerSettingsError(
+            f"HEADRACE_CALLBACK_TASKS must be empty, as HEADRACE_QUEUE_URLS has another server for {', '.join(apart)}"
+        )
 
 
 def __getattr__(name: str) -> Any:

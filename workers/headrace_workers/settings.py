@@ -31,6 +31,7 @@ from headrace_workers.preparation.answer_formats import (
     TOOL_FORMATS,
     are_compatible,
 )
+from headrace_workers.preparation.callback_rules import DEFAULT_QUEUE, CallbackRules, queue_problem
 
 STALL_SECONDS = 60.0
 """Default of `stall_seconds` for an engine that has no limit of its own."""
@@ -156,6 +157,17 @@ class WorkerSettings(EngineOptions):
         metavar="S",
         above=0,
     )
+    callback_tasks: str = option(
+        "",
+        "Tasks that links, chains and chords of messages may start: names or patterns such as shop.*, separated by "
+        "commas. Empty: messages with links are refused.",
+        metavar="NAME,...",
+    )
+    callback_queues: str = option(
+        DEFAULT_QUEUE,
+        "Queues to which callbacks may be sent, separated by commas. Those that name no queue go to the first one.",
+        metavar="NAME,...",
+    )
     log_level: str = option("INFO", "Minimum log level.", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     log_json: bool | None = option(None, "Log one JSON object per line. None: if the log does not go to a terminal.")
 
@@ -182,6 +194,12 @@ class WorkerSettings(EngineOptions):
         if self.reasoning_parser in REASONING_FORMATS and not are_compatible(self.tool_parser, self.reasoning_parser):
             allowed = f"{HARMONY}, {AUTO} or {NONE} if HEADRACE_TOOL_PARSER is {HARMONY}"
             yield f"HEADRACE_REASONING_PARSER must be {allowed}, got {self.reasoning_parser!r}"
+        queues = environment.names(self.callback_queues)
+        if not queues:
+            yield "HEADRACE_CALLBACK_QUEUES must name at least one queue"
+        yield from (
+            f"a queue of HEADRACE_CALLBACK_QUEUES {problem}" for problem in filter(None, map(queue_problem, queues))
+        )
         tenants = self.tenant_names
         reserved = sorted({OTHER, NO_TENANT} & set(tenants))
         if reserved:
@@ -192,6 +210,12 @@ class WorkerSettings(EngineOptions):
     @property
     def tenant_names(self) -> tuple[str, ...]:
         return tuple(environment.names(self.tenants))
+
+    @property
+    def callback_rules(self) -> CallbackRules:
+        return CallbackRules(
+            tuple(environment.names(self.callback_tasks)), tuple(environment.names(self.callback_queues))
+        )
 
     @property
     def served_name(self) -> str:

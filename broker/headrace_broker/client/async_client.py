@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from functools import wraps
 from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack
 
-from headrace_broker.call_rules import BEGINNING, check_last_ids, check_request_id, check_timeout
-from headrace_broker.client.client import READ_RETRIES, Client, unavailable, wait_seconds
+import redis.asyncio
+
+from headrace_broker.call_rules import BEGINNING, check_last_id, check_last_ids, check_request_id, check_timeout
+from headrace_broker.client.client import READ_RETRIES, Client
 from headrace_broker.client.decision_calls import DecideOptions, decision_call
 from headrace_broker.client.pooling_calls import (
     EmbedOptions,
@@ -23,21 +25,34 @@ from headrace_broker.client.submission import (
     STREAM_STATUS,
     RequestStatus,
     cancel_call,
+    cancelled_in_advance,
     chunk_of,
     read_result,
     read_status,
     was_cancelled,
 )
+from headrace_broker.client.unavailable import unavailable
 from headrace_broker.decisions import Decided
 from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
-from headrace_broker.keys import result_key, stream_key
+from headrace_broker.keys import LISTENER_SECONDS, listener_key, result_key, stream_key
 from headrace_broker.pooling_results import Pooled, RankedDocument, ranking_of
 from headrace_broker.results import GenerateResult
+from headrace_broker.server.asking_homes import (
+    AwayHomes,
+    ask_homes_async,
+    at_most_briefly,
+    unless_away_async,
+)
 from headrace_broker.server.connections import connect_async
+from headrace_broker.server.shards import id_in_keys
+from headrace_broker.server.stream_servers import AsyncStreamServers
+from headrace_broker.server.stream_table import MAIN
 from headrace_broker.settings import BrokerSettings
 from headrace_broker.streams.events import ChunkEvent, StreamEvent
-from headrace_broker.streams.listeners import get_abandon_after, read_abandon_after, send_heartbeat
-from headrace_broker.streams.subscriber import read_stream_async, read_streams_async
+from headrace_broker.streams.following import follow
+from headrace_broker.streams.hub import StreamHub
+from headrace_broker.streams.listeners import get_abandon_after, read_abandon_after, wait_seconds
+from headrace_broker.streams.subscriber import read_streams_async
 from headrace_broker.streams.writer import END_STREAM
 
 P = ParamSpec("P")
@@ -72,8 +87,11 @@ class AsyncClient:
         self.settings: Final = self._client.settings
         self._model: Final = model
         self._redis: Final = connect_async(self.settings.redis_url, retries=READ_RETRIES)
-        self._end: Final = self._redis.register_script(END_STREAM.text)
-        self._status: Final = STREAM_STATUS.bound(self._redis)
+        self._streams: Final = AsyncStreamServers.connected(
+            self._redis, *self.settings.stream_servers, retries=READ_RETRIES
+        )
+        self._hub: StreamHub | None = None
+        """Reads streams if they are on several servers."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -83,6 +101,9 @@ class AsyncClient:
 
     async def aclose(self) -> None:
         """Close all connections."""
+        if self._hub is not None:
+            await self._hub.aclose()
+        await self._streams.aclose()
         await self._redis.aclose()
         await asyncio.to_thread(self._client.close)
 
@@ -91,6 +112,10 @@ class AsyncClient:
     is_known = _in_thread(Client.is_known)
     queue_levels = _in_thread(Client.queue_levels)
     queue_tenants = _in_thread(Client.queue_tenants)
+    usage = _in_thread(Client.usage)
+    reserve_tokens = _in_thread(Client.reserve_tokens)
+    release_tokens = _in_thread(Client.release_tokens)
+    bound_requests = _in_thread(Client.bound_requests)
     dead_letters = _in_thread(Client.dead_letters)
     requeue_dead_letters = _in_thread(Client.requeue_dead_letters)
     purge_dead_letters = _in_thread(Client.purge_dead_letters)
@@ -112,7 +137,9 @@ class AsyncClient:
         with unavailable(self.settings, "read a stream"):
             span = self._client.tracing.receiving(check_request_id(request_id))
             try:
-                async for event in read_stream_async(self._redis, request_id, last_id=last_id, timeout=timeout):
+                async for _, event in self._read_streams({request_id: last_id}, timeout):
+                    if isinstance(event, StreamExpiredError):
+                        raise event
                     span.record(event)
                     yield event
             finally:
@@ -123,8 +150,22 @@ class AsyncClient:
     ) -> AsyncIterator[tuple[str, StreamEvent | StreamExpiredError]]:
         """See `Client.events_many`."""
         with unavailable(self.settings, "read streams"):
-            async for item in read_streams_async(self._redis, check_last_ids(request_ids), timeout=timeout):
+            async for item in self._read_streams(check_last_ids(request_ids), timeout):
                 yield item
+
+    async def _read_streams(
+        self, last_ids: Mapping[str, str | None], timeout: float | None
+    ) -> AsyncIterator[tuple[str, StreamEvent | StreamExpiredError]]:
+        for request_id in last_ids:
+            await self._streams.homes(request_id)  # raises SettingsError if a stream server has no URL
+        if self._streams.is_single:
+            events = read_streams_async(self._redis, last_ids, timeout=timeout)
+        else:
+            self._hub = self._hub or StreamHub(self._streams)
+            checked = {request_id: check_last_id(last_id) for request_id, last_id in last_ids.items()}
+            events = follow(self._hub, checked, timeout)
+        async for item in events:
+            yield item
 
     async def result(self, request_id: str, timeout: float | None = None) -> GenerateResult:
         """See `Client.result`."""
@@ -140,16 +181,25 @@ class AsyncClient:
                         pipe.get(key)
                         get_abandon_after(pipe, request_id)
                         meta, listener = await pipe.execute()
-                        if isinstance(meta, bytes) and (result := read_result(request_id, meta)) is not None:
-                            return result
-                        abandon_after = read_abandon_after(listener) or abandon_after
-                        if abandon_after is not None:
-                            send_heartbeat(pipe, request_id)
-                            await pipe.execute()
+                    if isinstance(meta, bytes) and (result := read_result(request_id, meta)) is not None:
+                        return result
+                    abandon_after = await self._send_heartbeat(request_id, listener) or abandon_after
                     left = wait_seconds(deadline, abandon_after)
                     if left <= 0:
                         raise ResultTimeoutError(request_id, timeout or 0, "result")
                     await pubsub.get_message(timeout=left)
+
+    async def _send_heartbeat(self, request_id: str, on_main: bytes | None) -> float | None:
+        """See `Client._send_heartbeat`."""
+        found = None
+        for home in await self._streams.homes(request_id):
+            async with unless_away_async(home):
+                server = await self._streams.of(home)
+                value: Any = on_main if home == MAIN else await server.get(listener_key(id_in_keys(home, request_id)))
+                if (abandon_after := read_abandon_after(value)) is not None:
+                    found = abandon_after
+                    await server.expire(listener_key(id_in_keys(home, request_id)), LISTENER_SECONDS)
+        return found
 
     async def embed(self, texts: Inputs, *, timeout: float | None = None, **options: Unpack[EmbedOptions]) -> Pooled:
         """See `Client.embed`."""
@@ -212,10 +262,34 @@ class AsyncClient:
         """See `Client.cancel`."""
         check_request_id(request_id)
         with unavailable(self.settings, "cancel a request"):
-            return was_cancelled(await self._end(**cancel_call(request_id, self.settings.result_ttl_seconds)))
+            ttl_seconds = self.settings.result_ttl_seconds
+            homes = await self._streams.homes_now(request_id)
+            if len(homes) > 1:  # an end at another server than that of the stream would be an answer of its own
+                found_at = await self._statuses(homes, request_id, "cancel a request")
+                homes = [home for home, reply in found_at.items() if not cancelled_in_advance(reply)] or homes
+            away, found = AwayHomes(self._streams, "cancel a request"), []
+            for home in homes:  # all of them, also after one that had ended in another way
+                with away.noted(home):
+                    async with at_most_briefly(home):
+                        end = (await self._streams.of(home)).register_script(END_STREAM.text)
+                        found.append(await end(**cancel_call(request_id, ttl_seconds, home)))
+            away.check()
+            return all(map(was_cancelled, found))
 
     async def status(self, request_id: str) -> RequestStatus:
         """See `Client.status`."""
         check_request_id(request_id)
         with unavailable(self.settings, "read the status of a request"):
-            return read_status(await self._status(stream=stream_key(request_id)))
+            homes = await self._streams.homes_now(request_id)
+            found = await self._statuses(homes, request_id, "read the status of a request", first=True)
+            return read_status(next(iter(found.values()), None))
+
+    async def _statuses(
+        self, homes: Sequence[str], request_id: str, action: str, *, first: bool = False
+    ) -> dict[str, Any]:
+        """See `Client._statuses`."""
+
+        async def ask(home: str, server: "redis.asyncio.Redis") -> Any:
+            return await STREAM_STATUS.bound(server)(stream=stream_key(id_in_keys(home, request_id)))
+
+        return await ask_homes_async(self._streams, homes, ask, action, first=first)

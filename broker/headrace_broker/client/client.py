@@ -1,22 +1,21 @@
 """The client for producers and subscribers. `async_client.py` has the client for asyncio."""
 
-import math
-import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, Final, Self, Unpack
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
 import redis
 from kombu import Queue
-from kombu.exceptions import BatchPublishError, OperationalError
 
 from headrace_broker.app import make_app
 from headrace_broker.call_rules import (
     BEGINNING,
     check_all,
+    check_last_id,
     check_last_ids,
     check_limit,
     check_request_id,
@@ -41,6 +40,7 @@ from headrace_broker.client.submission import (
     SubmitOptions,
     SubmitRequest,
     cancel_call,
+    cancelled_in_advance,
     chunk_of,
     prepare,
     prepare_all,
@@ -50,18 +50,17 @@ from headrace_broker.client.submission import (
     was_cancelled,
 )
 from headrace_broker.client.tracing import ClientTracing
+from headrace_broker.client.unavailable import unavailable
+from headrace_broker.client.usage_calls import UsageCalls
 from headrace_broker.decisions import Decided
 from headrace_broker.errors import (
-    HeadraceBrokerError,
     QueueFullError,
-    QueueUnavailableError,
     ResultTimeoutError,
-    SettingsError,
     StreamExpiredError,
     TenantQueueFullError,
     UnknownModelError,
 )
-from headrace_broker.keys import ended_key, queue_name, result_key, stream_key
+from headrace_broker.keys import ended_key, listener_key, queue_name, result_key, stream_key
 from headrace_broker.models.registry import RegisteredModel, known_models
 from headrace_broker.pooling_results import Pooled, RankedDocument, ranking_of
 from headrace_broker.queue.dead_letters import DeadLetter, dead_letters, purge, requeue
@@ -73,28 +72,37 @@ from headrace_broker.queue.levels import (
     read_tenants,
     retry_after,
 )
-from headrace_broker.queue.purge import PurgedMessages, purge_queue
 from headrace_broker.queue.request_search import is_known
 from headrace_broker.results import GenerateResult
-from headrace_broker.server.connections import BLOCK_SECONDS, CONNECTION_ERRORS, connect
-from headrace_broker.settings import BrokerSettings
+from headrace_broker.server.asking_homes import AwayHomes, ask_homes, unless_away
+from headrace_broker.server.connections import CONNECTION_ERRORS, address_of, connect
+from headrace_broker.server.queue_servers import OTHER_TIMEOUT, QueueServers
+from headrace_broker.server.shards import id_in_keys
+from headrace_broker.server.stream_servers import StreamServers
+from headrace_broker.server.stream_table import MAIN
+from headrace_broker.settings import BrokerSettings, as_settings
 from headrace_broker.streams.events import ChunkEvent, StreamEvent
+from headrace_broker.streams.following import FollowingThread
 from headrace_broker.streams.listeners import (
     get_abandon_after,
-    heartbeat_interval,
     read_abandon_after,
     send_heartbeat,
     start_heartbeats,
+    wait_seconds,
 )
-from headrace_broker.streams.subscriber import read_stream, read_streams
+from headrace_broker.streams.subscriber import read_streams
 from headrace_broker.streams.writer import END_STREAM
-from headrace_wire.values import shown
+
+if TYPE_CHECKING:
+    from headrace_broker.queue.purge import PurgedMessages
 
 READ_RETRIES: Final = 3
+STREAM_RETRIES: Final = 1
+"""Of a stream server. One that hangs holds a call up for 4 s, and another server may have the answer."""
 _BATCH: Final = 200
 
 
-class Client:
+class Client(UsageCalls):
     """Submits requests, follows their token streams and fetches their results. Threads may share it.
 
     `broker` is a Redis URL or settings. Without it, settings come from the environment, such as `HEADRACE_REDIS_URL`.
@@ -111,18 +119,24 @@ class Client:
         check_model: bool = True,
         tracer_provider: Any = None,
     ) -> None:
+        settings = as_settings(broker)
+        self._redis: Final = connect(settings.redis_url, retries=READ_RETRIES)
+        self._urls: Final = settings.url_by_queue
+        servers = QueueServers(self._redis, self._urls, retries=READ_RETRIES)
+        super().__init__(settings, servers, IdempotencyKeys(self._redis))
         self.tracing: Final = ClientTracing(tracer_provider)
-        self.settings: Final = as_settings(broker)
         self._model: Final = None if model is None else require_model(model)
         self._check_model: Final = check_model
         self._served: Final[set[str]] = set()
-        self._app: Final = make_app(self.settings)
-        self._redis: Final = connect(self.settings.redis_url, retries=READ_RETRIES)
-        self._levels: Final = QueueLevelReader(self._redis)
+        urls = {self.settings.redis_url, *self._urls.values()}
+        self._apps: Final = {url: make_app(replace(self.settings, redis_url=url, queue_urls="")) for url in urls}
+        """Celery's applications by the URL of the server to which they send."""
+        self._levels: Final = QueueLevelReader(self._servers.of)
         self._levels_lock: Final = threading.Lock()
-        self._idempotency: Final = IdempotencyKeys(self._redis)
-        self._end: Final = self._redis.register_script(END_STREAM.text)
-        self._status: Final = STREAM_STATUS.bound(self._redis)
+        self._streams: Final = StreamServers.connected(
+            self._redis, *self.settings.stream_servers, retries=STREAM_RETRIES, timeout=OTHER_TIMEOUT
+        )
+        self._following: Final = FollowingThread(self.settings.redis_url, *self.settings.stream_servers)
 
     def __enter__(self) -> Self:
         return self
@@ -132,7 +146,11 @@ class Client:
 
     def close(self) -> None:
         """Close all connections."""
-        self._app.close()
+        for app in self._apps.values():
+            app.close()
+        self._following.close()
+        self._streams.close()
+        self._servers.close()
         self._redis.close()
 
     def submit(
@@ -188,7 +206,9 @@ class Client:
         with unavailable(self.settings, "read a stream"):
             span = self.tracing.receiving(check_request_id(request_id))
             try:
-                for event in read_stream(self._redis, request_id, last_id=last_id, timeout=timeout):
+                for _, event in self._read_streams({request_id: last_id}, timeout):
+                    if isinstance(event, StreamExpiredError):
+                        raise event
                     span.record(event)
                     yield event
             finally:
@@ -205,7 +225,16 @@ class Client:
         ResultTimeoutError if one of the streams gets no entry for `timeout` seconds.
         """
         with unavailable(self.settings, "read streams"):
-            yield from read_streams(self._redis, check_last_ids(request_ids), timeout=timeout)
+            yield from self._read_streams(check_last_ids(request_ids), timeout)
+
+    def _read_streams(
+        self, last_ids: Mapping[str, str | None], timeout: float | None
+    ) -> Iterator[tuple[str, StreamEvent | StreamExpiredError]]:
+        for request_id in last_ids:
+            self._streams.homes(request_id)  # raises SettingsError if a stream server has no URL
+        if self._streams.is_single:
+            return read_streams(self._redis, last_ids, timeout=timeout)
+        return self._following.follow({name: check_last_id(last_id) for name, last_id in last_ids.items()}, timeout)
 
     def result(self, request_id: str, timeout: float | None = None) -> GenerateResult:
         """Wait for the complete result. Raises RequestFailedError or ResultTimeoutError."""
@@ -221,17 +250,29 @@ class Client:
                     pipe.get(key)
                     get_abandon_after(pipe, request_id)
                     meta, listener = pipe.execute()
-                    if isinstance(meta, bytes) and (result := read_result(request_id, meta)) is not None:
-                        return result
-                    # a worker that requeues the request deletes the listener key, and the next worker sets it again
-                    abandon_after = read_abandon_after(listener) or abandon_after
-                    if abandon_after is not None:
-                        send_heartbeat(pipe, request_id)
-                        pipe.execute()
+                if isinstance(meta, bytes) and (result := read_result(request_id, meta)) is not None:
+                    return result
+                # a worker that requeues the request deletes the listener key, and the next worker sets it again
+                abandon_after = self._send_heartbeat(request_id, listener) or abandon_after
                 left = wait_seconds(deadline, abandon_after)
                 if left <= 0:
                     raise ResultTimeoutError(request_id, timeout or 0, "result")
                 pubsub.get_message(timeout=left)
+
+    def _send_heartbeat(self, request_id: str, on_main: bytes | None) -> float | None:
+        """Send the subscriber heartbeat of a request, if it needs one. Return its `abandon_after`.
+
+        `on_main` is the value of its key on the main server.
+        """
+        found = None
+        for home in self._streams.homes(request_id):
+            with unless_away(home):
+                server = self._streams.of(home)
+                value: Any = on_main if home == MAIN else server.get(listener_key(id_in_keys(home, request_id)))
+                if (abandon_after := read_abandon_after(value)) is not None:
+                    found = abandon_after
+                    send_heartbeat(server, id_in_keys(home, request_id))
+        return found
 
     def embed(self, texts: Inputs, *, timeout: float | None = None, **options: Unpack[EmbedOptions]) -> Pooled:
         """Compute one embedding for each text, or list of token ids, and wait for all.
@@ -303,30 +344,56 @@ class Client:
         """Cancel the request. One that waits in the queue does not run; a running one stops at its next chunk.
 
         Returns False if it had already ended in another way. An unknown id (see `is_known`) is cancelled in advance:
-        a request that is submitted with it within a day does not run.
+        a request that is submitted with it within a day does not run. Raises
+        StreamServerUnavailableError if a server that may have the stream is away, and no other has it.
         """
         check_request_id(request_id)
         with unavailable(self.settings, "cancel a request"):
-            return was_cancelled(self._end(**cancel_call(request_id, self.settings.result_ttl_seconds)))
+            ttl_seconds = self.settings.result_ttl_seconds
+            homes = self._streams.homes_now(request_id)
+            if len(homes) > 1:  # an end at another server than that of the stream would be an answer of its own
+                found_at = self._statuses(homes, request_id, "cancel a request")
+                homes = [home for home, reply in found_at.items() if not cancelled_in_advance(reply)] or homes
+            away, found = AwayHomes(self._streams, "cancel a request"), []
+            for home in homes:  # all of them, also after one that had ended in another way
+                with away.noted(home):
+                    end = self._streams.of(home).register_script(END_STREAM.text)
+                    found.append(end(**cancel_call(request_id, ttl_seconds, home)))
+            away.check()
+            return all(map(was_cancelled, found))
 
     def is_known(self, request_id: str) -> bool | None:
         """Return whether the request has a stream, a result or a queued message; None if this user may not read them.
 
-        It searches the messages of all models that were ever served, so do not call it for every request.
+        It searches the messages of all models that were ever served, so do not call it for every request. Raises
+        StreamServerUnavailableError if it finds nothing, and a server that may have the stream is away.
         """
         check_request_id(request_id)
         with unavailable(self.settings, "look for a request"):
             try:
-                models = [*known_models(self._redis), *([self._model] if self._model else [])]
-                return is_known(self._redis, request_id, map(queue_name, dict.fromkeys(models)))
+                queues = self._known_queues()
+                return is_known(self._redis, request_id, queues, self._servers.of, streams=self._streams)
             except redis.exceptions.NoPermissionError:
                 return None
 
     def status(self, request_id: str) -> RequestStatus:
-        """Return the state of the request and its number of tokens, or rows, so far."""
+        """Return the state of the request and its number of tokens, or rows, so far.
+
+        Raises StreamServerUnavailableError if a server that may have the stream is away, and no other has it.
+        """
         check_request_id(request_id)
         with unavailable(self.settings, "read the status of a request"):
-            return read_status(self._status(stream=stream_key(request_id)))
+            homes = self._streams.homes_now(request_id)
+            found = self._statuses(homes, request_id, "read the status of a request", first=True)
+            return read_status(next(iter(found.values()), None))
+
+    def _statuses(self, homes: Sequence[str], request_id: str, action: str, *, first: bool = False) -> dict[str, Any]:
+        """Return the replies of the servers that have the stream, by home."""
+
+        def ask(home: str, server: "redis.Redis") -> Any:
+            return STREAM_STATUS.bound(server)(stream=stream_key(id_in_keys(home, request_id)))
+
+        return ask_homes(self._streams, homes, ask, action, first=first)
 
     def models(self) -> dict[str, RegisteredModel]:
         """Return every model that was ever served, by served name."""
@@ -334,10 +401,13 @@ class Client:
             return known_models(self._redis)
 
     def queue_levels(self, models: Iterable[str]) -> dict[str, QueueLevels]:
-        """Return how many messages of each model's queue are ready, leased and dead; see `QueueLevelReader`."""
+        """Return how many messages of each model's queue are ready, leased and dead; see `QueueLevelReader`.
+
+        If the server of a queue is away, all its numbers are 0 and its `problem` says so.
+        """
         names = [require_model(model) for model in models]
         with unavailable(self.settings, "read the queue levels"), self._levels_lock:
-            levels = self._levels.read(map(queue_name, names))
+            levels = self._levels.read_reachable(map(queue_name, names), self._redis)
             return {name: levels[queue_name(name)] for name in names}
 
     def queue_tenants(self, models: Iterable[str]) -> dict[str, dict[str, int]]:
@@ -347,13 +417,28 @@ class Client:
         """
         names = [require_model(model) for model in models]
         with unavailable(self.settings, "read the queue levels"):
-            return {name: read_tenants(self._redis, queue_name(name)) for name in names}
+            return {name: read_tenants(self._servers.of(queue_name(name)), queue_name(name)) for name in names}
 
-    def dead_letters(self, limit: int = 1000) -> list[DeadLetter]:
-        """Return up to `limit` dead letters, which no worker gets again, the newest first."""
+    def dead_letters(self, limit: int = 1000, *, on_away: Callable[[str], object] | None = None) -> list[DeadLetter]:
+        """Return up to `limit` dead letters, which no worker gets again, the newest first.
+
+        They are those of all models that were ever served, and of the client's own model.
+
+        Args:
+            on_away: called with a message for each server of queues that is away. Its dead letters are missing then.
+                Without it, QueueUnavailableError is raised.
+        """
         check_limit(limit)
+        found = []
         with unavailable(self.settings, "read the dead letters"):
-            return dead_letters(self._redis, limit)
+            for server, queues in self._servers.by_server(self._known_queues()):
+                try:
+                    found += [letter for queue in queues for letter in dead_letters(server, queue, limit)]
+                except CONNECTION_ERRORS as error:
+                    if on_away is None or server is self._redis:
+                        raise
+                    on_away(f"without those of {', '.join(queues)}: {address_of(server)} is away ({error})")
+        return sorted(found, key=lambda letter: letter.at or 0.0, reverse=True)[:limit]
 
     def requeue_dead_letters(self, letters: Iterable[DeadLetter]) -> list[DeadLetter]:
         """Send these messages again under their old ids, delete their streams and results, and return those sent.
@@ -361,33 +446,46 @@ class Client:
         The others are no longer stored, or cannot be requeued: `queue/dead_letters.py` says why.
         """
         with unavailable(self.settings, "requeue dead letters"):
-            return requeue(self._redis, check_all("letters", letters, DeadLetter))
+            checked = check_all("letters", letters, DeadLetter)
+            return requeue(self._redis, checked, self._servers.of, streams=self._streams)
 
     def purge_dead_letters(self, letters: Iterable[DeadLetter]) -> int:
         """Delete these dead letters for good and return how many still existed."""
         with unavailable(self.settings, "purge dead letters"):
-            return purge(self._redis, check_all("letters", letters, DeadLetter))
+            return purge(self._servers.of, check_all("letters", letters, DeadLetter))
 
-    def purge_queue(self, model: str | None = None) -> PurgedMessages:
+    def purge_queue(self, model: str | None = None) -> "PurgedMessages":
         """Cancel every request that waits in the model's queue and return how many. Running requests continue.
 
         The stream and the result of each cancelled request say that it was cancelled.
         """
         model = require_model(self._model if model is None else model)
+        from headrace_broker.queue.purge import purge_queue  # imports the scripts of workers
+
+        queue, ttl_seconds = queue_name(model), self.settings.result_ttl_seconds
         with unavailable(self.settings, "purge a queue"):
-            return purge_queue(self._redis, queue_name(model), ttl_seconds=self.settings.result_ttl_seconds)
+            return purge_queue(self._servers.of(queue), queue, ttl_seconds=ttl_seconds, streams=self._streams)
+
+    def _known_queues(self) -> list[str]:
+        """Return the queues of all models that were ever served, and of the client's own model."""
+        models = [*known_models(self._redis), *([self._model] if self._model else [])]
+        return [queue_name(model) for model in dict.fromkeys(models)]
 
     def _submit(self, submissions: Sequence[Submission], *, batch_size: int = 0) -> list[str]:
         self._require_served(submissions)
         request_ids, to_send = self._idempotency.bind(submissions, self._used_ids(submissions))
         self._require_room(to_send)
         self._start_heartbeats(to_send)
-        with (
-            self._app.producer_pool.acquire(block=True) as producer,
-            producer.batch(max_size=batch_size) if batch_size else nullcontext(),
-        ):
-            for submission in to_send:
-                self._publish(producer, submission)
+        by_url: dict[str, list[Submission]] = defaultdict(list)
+        for submission in to_send:
+            by_url[self._urls.get(queue_name(submission.model), self.settings.redis_url)].append(submission)
+        for url, submissions_there in by_url.items():
+            with (
+                self._apps[url].producer_pool.acquire(block=True) as producer,
+                producer.batch(max_size=batch_size) if batch_size else nullcontext(),
+            ):
+                for submission in submissions_there:
+                    self._publish(producer, submission)
         self._idempotency.mark_sent(to_send)
         return request_ids
 
@@ -409,39 +507,48 @@ class Client:
         given = [submission.request_id for submission in submissions if submission.has_given_id]
         if not given:
             return set()
-        with self._redis.pipeline(transaction=False) as pipe:
-            for request_id in given:
-                pipe.exists(stream_key(request_id), ended_key(request_id), result_key(request_id))
-            found = pipe.execute(raise_on_error=False)
-        return {request_id for request_id, count in zip(given, found, strict=True) if isinstance(count, int) and count}
+        used: set[str] = set()
+        for home, request_ids in {**self._streams.by_home(given), MAIN: given}.items():
+            with unless_away(home), self._streams.of(home).pipeline(transaction=False) as pipe:  # a worker checks, too
+                for name in (id_in_keys(home, request_id) for request_id in request_ids):
+                    pipe.exists(stream_key(name), ended_key(name), result_key(name))
+                counts = zip(request_ids, pipe.execute(raise_on_error=False), strict=True)
+                used.update(request_id for request_id, count in counts if isinstance(count, int) and count)
+        return used
 
     def _require_room(self, submissions: Sequence[Submission]) -> None:
         """Raise QueueFullError if the submissions exceed a limit. Concurrent clients can together exceed it."""
         limit, quota = self.settings.max_queued_requests, self.settings.max_queued_requests_per_tenant
         if limit:
             for model, count in Counter(submission.model for submission in submissions).items():
-                backlog = read_backlog(self._redis, queue_name(model))
+                backlog = read_backlog(self._servers.of(queue_name(model)), queue_name(model))
                 if (excess := backlog.num_queued + count - limit) > 0:
                     raise QueueFullError(model, backlog.num_queued, limit, retry_after(backlog, excess))
         if quota:
             tenants = Counter((submission.model, submission.headers.get("tenant", "")) for submission in submissions)
             for (model, tenant), count in tenants.items():
-                level = read_tenant_level(self._redis, queue_name(model), tenant, of_interest=quota - count + 1)
+                queue = queue_name(model)
+                server = self._servers.of(queue)
+                level = read_tenant_level(server, queue, tenant, of_interest=quota - count + 1)
                 if (excess := level.num_queued + count - quota) > 0:
                     raise TenantQueueFullError(model, tenant, level.num_queued, quota, retry_after(level, excess))
 
     def _start_heartbeats(self, submissions: Iterable[Submission]) -> None:
-        wanted = [submission for submission in submissions if "abandon_after" in submission.headers]
-        if wanted:
-            with self._redis.pipeline(transaction=False) as pipe:
+        by_home: dict[str, list[Submission]] = defaultdict(list)
+        for submission in submissions:
+            if "abandon_after" in submission.headers:
+                by_home[self._streams.homes(submission.request_id)[0]].append(submission)
+        for home, wanted in by_home.items():
+            with unless_away(home), self._streams.of(home).pipeline(transaction=False) as pipe:
                 for submission in wanted:
-                    start_heartbeats(pipe, submission.request_id, submission.headers["abandon_after"])
-                    send_heartbeat(pipe, submission.request_id)  # the key exists already if the request is sent again
+                    name = id_in_keys(home, submission.request_id)
+                    start_heartbeats(pipe, name, submission.headers["abandon_after"])
+                    send_heartbeat(pipe, name)  # the key exists already if the request is sent again
                 pipe.execute()
 
     def _publish(self, producer: Any, submission: Submission) -> None:
         # Celery's own send_task would also subscribe this process to every result, until the process ends.
-        amqp = self._app.amqp
+        amqp = self._apps[self.settings.redis_url].amqp
         message = amqp.create_task_message(
             submission.request_id,
             submission.request.task_name,
@@ -461,31 +568,3 @@ class Client:
                 priority=submission.priority,
                 headers={**submission.headers, **context},
             )
-
-
-def wait_seconds(deadline: float | None, abandon_after: float | None) -> float:
-    """Return the seconds that one wait for a result may take; 0 or less after the deadline (monotonic time)."""
-    left = math.inf if deadline is None else deadline - time.monotonic()
-    return min(BLOCK_SECONDS, left, math.inf if abandon_after is None else heartbeat_interval(abandon_after))
-
-
-def as_settings(broker: str | BrokerSettings | None) -> BrokerSettings:
-    """Return a client's `broker` argument as settings. Raises SettingsError."""
-    if broker is None:
-        return BrokerSettings.from_env(os.environ)
-    if isinstance(broker, str):
-        return BrokerSettings(redis_url=broker)
-    if not isinstance(broker, BrokerSettings):
-        raise SettingsError(f"broker must be a Redis URL or BrokerSettings, got {shown(broker)}")
-    return broker
-
-
-@contextmanager
-def unavailable(settings: BrokerSettings, action: str) -> Iterator[None]:
-    """Convert the errors of redis-py, kombu and sockets to a QueueUnavailableError that names the action."""
-    try:
-        yield
-    except HeadraceBrokerError:
-        raise  # some are OSErrors too, such as ResultTimeoutError
-    except (*CONNECTION_ERRORS, redis.RedisError, OperationalError, BatchPublishError) as error:
-        raise QueueUnavailableError(settings.safe_url, action, error) from error

@@ -67,6 +67,12 @@ class IdempotencyKeys:
                     pipe.hset(name, "sent", "1")
                 pipe.execute()
 
+    def bound(self, model: str, tenant: str | None, key: str) -> tuple[str, bool] | None:
+        """Return the request to which a key is bound and whether it was sent; None if the key is not bound."""
+        found: Any = self._client.hmget(_key_of(model, tenant, key), ["request_id", "sent"])
+        request_id, sent = found
+        return None if request_id is None else (request_id.decode(), sent == b"1")
+
     def _bind(self, submission: Submission) -> tuple[str, bool]:
         content = json.dumps(_content(submission.request), sort_keys=True)
         fingerprint = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
@@ -89,7 +95,10 @@ def _content(request: GenerateRequest | PoolingRequest | DecideRequest) -> dict[
 
 
 def _redis_key(submission: Submission) -> str:
+    return _key_of(submission.model, submission.headers.get("tenant"), submission.headers["idempotency_key"])
+
+
+def _key_of(model: str, tenant: str | None, key: str) -> str:
     """Return the Redis key. It has a digest, because idempotency keys and tenants are free text."""
-    parts = [submission.model, submission.headers.get("tenant"), submission.headers["idempotency_key"]]
-    tenant = submission.headers.get("tenant", "")
-    return idempotency_key(tenant, hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest())
+    digest = hashlib.blake2b(json.dumps([model, tenant, key]).encode(), digest_size=16).hexdigest()
+    return idempotency_key("" if tenant is None else tenant, digest)

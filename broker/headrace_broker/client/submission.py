@@ -20,6 +20,8 @@ from headrace_broker.packing import pack, unpack
 from headrace_broker.pooling_messages import PoolingRequest
 from headrace_broker.results import ErrorInfo, GenerateResult, RequestFailedError
 from headrace_broker.scripts import script
+from headrace_broker.server.shards import id_in_keys
+from headrace_broker.server.stream_table import MAIN
 from headrace_broker.streams.events import ChunkEvent, EndEvent, StreamEvent
 from headrace_broker.streams.listeners import LONGEST_SECONDS, SHORTEST_SECONDS, is_abandon_after
 from headrace_broker.streams.writer import END_STREAM, end_data
@@ -27,6 +29,7 @@ from headrace_wire.chat import text_of
 from headrace_wire.codes import ErrorCode
 from headrace_wire.request import REQUEST_KEYS, name_problems
 from headrace_wire.values import is_integer, is_number, plain, shown
+from headrace_wire.wire_number import WIRE_NUMBER
 
 LOWEST_PRIORITY: Final = 9
 STREAM_STATUS: Final = script("stream_prelude", "stream_status")
@@ -38,7 +41,7 @@ _PREFIX_TOKENS: Final = 64
 _HASH_BYTES: Final = 8
 
 _REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_EXPIRES_LIMIT: Final = timedelta(days=365)
+_LONGEST_WAIT: Final = timedelta(days=365)
 
 RequestState = Literal["pending", "running", "finished"]
 
@@ -74,7 +77,9 @@ class QueueOptions(TypedDict, total=False):
     model: str | None  # served name; the client's own unless given
     priority: int | None  # 0 is served first, 9 last
     expires: float | datetime | None  # the deadline: seconds from now, or a datetime with a time zone
+    due: float | datetime | None  # when it should have ended, given like `expires`: the most urgent one is served first
     tenant: str | None
+    key_name: str | None  # name of the API key, for the usage ledger; never the key itself
     abandon_after: float | None  # 1 to 3600 seconds without a subscriber after which the request is cancelled
     idempotency_key: str | None  # the same key, model and tenant within a day mean the same request
     request_id: str | int | uuid.UUID | None  # a new one unless given
@@ -143,13 +148,13 @@ def submission_of(
     if not _REQUEST_ID.fullmatch(request_id):
         given = shown(options.get("request_id"))
         problems.append(f"request_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ : -, got {given}")
-    headers: dict[str, Any] = {"enqueued_at": now()}
+    headers: dict[str, Any] = {"wire": WIRE_NUMBER, "enqueued_at": now()}
     if not isinstance(request, PoolingRequest):
         prompt, choices = _prompt_and_choices(request)
         headers["prefix"] = prefix_of(prompt, model if isinstance(model, str) else "")
         if choices > 1:
             headers["choices"] = choices
-    for header in ("tenant", "cache_salt", "idempotency_key"):
+    for header in ("tenant", "key_name", "cache_salt", "idempotency_key"):
         if (value := options.get(header)) is not None:
             problems += name_problems(header, value)
             headers[header] = value
@@ -160,7 +165,9 @@ def submission_of(
             limits = f"{SHORTEST_SECONDS} to {LONGEST_SECONDS}"
             problems.append(f"abandon_after must be a number of seconds from {limits}, got {shown(abandon_after)}")
         headers["abandon_after"] = abandon_after
-    deadline = _deadline(plain(options.get("expires")), headers["enqueued_at"], problems)
+    deadline = _moment("expires", plain(options.get("expires")), headers["enqueued_at"], problems)
+    due = _moment("due", plain(options.get("due")), headers["enqueued_at"], problems)
+    headers |= {} if due is None else {"due": due.timestamp()}
     if problems or model is None:
         raise InvalidRequestError(problems)
     if not isinstance(request, PoolingRequest):
@@ -269,30 +276,32 @@ def prepare_all(many: Iterable[SubmitRequest], *, default_model: str | None) -> 
     return submissions
 
 
-def _deadline(expires: float | datetime | None, now: float, problems: list[str]) -> datetime | None:
-    if expires is None:
+def _moment(name: str, given: float | datetime | None, now: float, problems: list[str]) -> datetime | None:
+    """Return the time that an option gives, or None. Append its problem, if any."""
+    if given is None:
         return None
-    if isinstance(expires, datetime):
-        if expires.tzinfo is None:
-            problems.append("expires must be seconds from now or a datetime with a time zone, not a naive datetime")
+    if isinstance(given, datetime):
+        if given.tzinfo is None:
+            problems.append(f"{name} must be seconds from now or a datetime with a time zone, not a naive datetime")
             return None
-        seconds = expires.timestamp() - now
-    elif is_number(expires):
-        seconds = float(expires)
+        seconds = given.timestamp() - now
+    elif is_number(given):
+        seconds = float(given)
     else:
-        problems.append(f"expires must be seconds from now or a datetime, got {shown(expires)}")
+        problems.append(f"{name} must be seconds from now or a datetime, got {shown(given)}")
         return None
-    if not 0 < seconds <= _EXPIRES_LIMIT.total_seconds():
-        problems.append(f"expires must be within the next {_EXPIRES_LIMIT.days} days, got {seconds:g} s from now")
+    if not 0 < seconds <= _LONGEST_WAIT.total_seconds():
+        problems.append(f"{name} must be within the next {_LONGEST_WAIT.days} days, got {seconds:g} s from now")
         return None
     return datetime.fromtimestamp(now + seconds, UTC)
 
 
-def cancel_call(request_id: str, ttl_seconds: int) -> dict[str, Any]:
-    """Return the keys and arguments of `stream_end.lua` for a cancellation by a client."""
+def cancel_call(request_id: str, ttl_seconds: int, home: str = MAIN) -> dict[str, Any]:
+    """Return the keys and arguments of `stream_end.lua` for a cancellation by a client, at one home of the stream."""
+    name = id_in_keys(home, request_id)
     end = end_data("cancelled", None, ErrorInfo(ErrorCode.CANCELLED, "the client cancelled the request"))
     return {
-        "keys": END_STREAM.keys(stream=stream_key(request_id), ended=ended_key(request_id)),
+        "keys": END_STREAM.keys(stream=stream_key(name), ended=ended_key(name)),
         "args": [pack(end), ttl_seconds, QUEUED_CANCEL_TTL_SECONDS],
     }
 
@@ -300,6 +309,15 @@ def cancel_call(request_id: str, ttl_seconds: int) -> dict[str, Any]:
 def was_cancelled(found: bytes | None) -> bool:
     """Return whether this call or an earlier one cancelled the request. `found` is the reply of `stream_end.lua`."""
     return found is None or unpack(found).get("finish_reason") == "cancelled"
+
+
+def cancelled_in_advance(reply: Sequence[Any]) -> bool:
+    """Return whether a stream has only the end of a cancellation, as any home of an unknown request may have one.
+
+    `reply` is that of `stream_status.lua`. The end of a stream that a worker has begun is of a later attempt.
+    """
+    attempt, count, kind, packed = reply
+    return (attempt, count, kind) == (1, 0, b"end") and unpack(packed).get("finish_reason") == "cancelled"
 
 
 def read_status(reply: Sequence[Any] | None) -> RequestStatus:

@@ -2,35 +2,41 @@
 -- producer pushed it to the sorted sets of that list and of its tenant. A message that woke a worker returns to its list
 -- first. One atomic script does all this, so that each message is always either in the queue or leased.
 -- KEYS: LIST[]
--- ARGV: count, owner, lease_seconds, delivery_limit, packed_policy, mode, num_lists, num_split
--- LIST: the lists of the queues, in the order in which they are served. count: number of free slots. Each choice of a
+-- ARGV: count, owner, lease_seconds, delivery_limit, packed_policy, mode, num_lists, num_split, num_served
+-- LIST: the lists of the queue, in the order in which they are served. count: number of free slots. Each choice of a
 -- message takes one.
--- packed_policy: msgpack map of weights (by tenant), ageing_seconds, quota, order of a tenant's messages
--- ('arrival' or 'deadline') and, with affinity, prefixes: those of this worker's recent messages. With a grace it also
--- has grace: how many microseconds a message waits for the holder of its conversation.
+-- packed_policy: msgpack map of weights (by tenant), ageing_seconds, quota, token_microseconds (the expected time of one
+-- token of a request), order of a tenant's messages ('arrival' or 'deadline') and, with affinity, prefixes: those of this
+-- worker's recent messages. With a grace it also has grace: how many microseconds a message waits for the holder of its
+-- conversation. away: a map whose keys are the stream servers that this worker cannot write to; it leaves their messages
+-- in the queue.
 -- mode: 'sort' to sort first, 'sort only' (with count 0) to lease nothing, '' to lease without sorting.
 -- num_lists: only messages that arrived in one of the first num_lists lists are leased, and none that aged into them;
 -- '' for all lists.
 -- num_split: a message with more choices than slots are left is leased only if it arrived in one of the first num_split
 -- lists. It is then the last one. '' for all lists.
+-- num_served: messages that wait in one of the first num_served lists are leased. '' for all lists.
 -- Returns {leased, dead, number of unsorted messages, the problem that blocks sorting or leasing or '', microseconds
--- until the end of the grace of the first message that this call has offered to its holder or ''}.
+-- until the graces of all messages that this call has offered to their holders end or '', number of the first
+-- list after num_served that is in use or 0, microseconds until a waiting message with a due time must start or ''}.
 -- leased: for each message {lease id, list where it arrived, body, number of deliveries, its tenant's quota if the
 -- message exceeds it or 0, request id bound to it or '', microseconds that it has waited or '', list where it waited
--- last, number of preemptions, number of choices}.
--- dead: for each new dead letter {list, body, number of deliveries, reason, request id that was bound to it or ''}.
+-- last, number of preemptions, number of choices, grant number, stream server of its request or '', stream server that
+-- has lost its stream or ''}.
+-- dead: for each new dead letter {list, body, number of deliveries, reason, request id that was bound to it or '',
+-- stream server of that request or ''}.
 -- With 'sort', messages over their tenant's quota are leased when they are sorted, in addition to `count`. Others are
 -- leased only if no message is left unsorted.
 local wanted, seconds, limit = tonumber(count), tonumber(lease_seconds), tonumber(delivery_limit)
 local policy, is_to_sort = cmsgpack.unpack(packed_policy), mode ~= ''
 local lists_taken_from, lists_split = tonumber(num_lists), tonumber(num_split)
--- With num_lists: the most messages that are read, in all and of each tenant, to find those that arrived in these
--- lists.
+local lists_served = tonumber(num_served) or #LIST
+-- With num_lists, or while stream servers are away: the most messages that are read, in all and of each tenant, to find
+-- those that may be taken.
 local reads_left, READS_OF_TENANT = 400, 32
 -- These limits bound the run time of the script, however many messages are new.
 local sorts_left, bytes_left = 100, 1024 * 1024
 local ages_left = 100
-local STALE_CHECKED = 10
 local reply_bytes_left = 1024 * 1024
 -- The largest request that a worker accepts takes less than 8 MiB. Larger messages never reach a worker.
 local LONGEST_MESSAGE, BYTES_KEPT, ESCAPES_PASSED = 8 * 1024 * 1024, 4096, 100000
@@ -39,7 +45,6 @@ local LONGEST_MESSAGE, BYTES_KEPT, ESCAPES_PASSED = 8 * 1024 * 1024, 4096, 10000
 local CANDIDATES, MOST_SKIPS = 16, 8
 -- Each message that waits for its holder makes its tenant stand aside, so there are fewer of them than tries to lease.
 local lookups_left = 64
-local FORGOTTEN_AMONG = 16
 
 local time = redis.call('TIME')
 local microseconds = time[1] * 1000000 + time[2]
@@ -63,13 +68,13 @@ end
 local function lease(id, record, body, deliveries, quota)
   leased[#leased + 1] = {
     id, record.list, body, deliveries, quota, record.request or '', waited(record), record.level, record.preempted or 0,
-    record.choices or 1,
+    record.choices or 1, record.grant, record.at or '', record.lost or '',
   }
 end
 
-local function give_up(body, list, deliveries, reason, request)
+local function give_up(body, list, deliveries, reason, request, home)
   dead_letter(body, list, deliveries, reason)
-  dead[#dead + 1] = {list, body, deliveries, reason, request or ''}
+  dead[#dead + 1] = {list, body, deliveries, reason, request or '', home or ''}
 end
 
 -- Returns the part of a too large message that its dead letter keeps, and its request id. The headers are kept, or only
@@ -94,7 +99,8 @@ end
 local function dead_letter_too_large(body, list)
   local reason = string.format('%s: %d bytes of at most %d, not kept whole', DEAD_TOO_LARGE, #body, LONGEST_MESSAGE)
   local kept, request = shortened(body)
-  give_up(kept, list, 0, reason, request and not holder_of(request) and request)
+  local answered = request and not holder_of(request) and request
+  give_up(kept, list, 0, reason, answered, answered and home_of(answered))
 end
 
 -- Returns the encoded body inside the message; nil if it is not a string, or has very many escaped characters.
@@ -156,7 +162,7 @@ local function deliver(id, record, body)
     grant(id, owner, record.list, seconds)
     return deliveries
   end
-  give_up(body, record.list, limit, DEAD_DELIVERY_LIMIT, record.request or select(3, tenant_of(body)))
+  give_up(body, record.list, limit, DEAD_DELIVERY_LIMIT, record.request or select(3, tenant_of(body)), record.at)
   forget(id)
   redis.call('HDEL', LEASE_DELIVERIES, id)
   return false
@@ -165,6 +171,7 @@ end
 -- Leases a message that exceeds its tenant's quota to this worker, which refuses the request.
 local function refuse(id, record, body)
   record.refused = true
+  count_grant(record)
   keep(id, record)
   local deliveries = deliver(id, record, body)
   if not deliveries then return end
@@ -173,22 +180,22 @@ local function refuse(id, record, body)
 end
 
 local function sort(list)
-  local waiting, delayed = waiting_key(queue_of(list)), delayed_tenants_key(queue_of(list))
   local since
+  if has_problem(problem_of(STREAM_SERVERS, 'hash')) then return end
   while sorts_left > 0 and bytes_left > 0 do
     local body = redis.call('LINDEX', list, -1)
     if not body then return end
     sorts_left, bytes_left = sorts_left - 1, bytes_left - #body
-    local id = #body <= LONGEST_MESSAGE and lease_id_of(body)
+    local id = #body <= LONGEST_MESSAGE and lease_id_of(body, QUEUE)
     local known = id and redis.call('HEXISTS', LEASE_BODIES, id) == 1
     local has_same_id = known and #body > HASHED_WHOLE and redis.call('HGET', LEASE_BODIES, id) ~= body
     if known and not has_same_id and is_orphan(id, list) then -- a script failed while it sorted this message
       forget(id)
       known = false
     end
-    local tenant, prefix, request, choices, deadline, continues, conversation
+    local tenant, prefix, request, choices, deadline, continues, conversation, due
     if id and (has_same_id or not known) then
-      tenant, prefix, request, choices, deadline, continues, conversation = tenant_of(body)
+      tenant, prefix, request, choices, deadline, continues, conversation, due = tenant_of(body)
     end
     local first = has_same_id and id or request and holder_of(request)
     if not id then
@@ -199,16 +206,18 @@ local function sort(list)
       -- keeps the order even if the clock was set back
       since = since and since + 1
         or math.max(microseconds, number_in(redis.call('ZREVRANGE', sorted_ids_key(list), 0, 0, 'WITHSCORES')[2], 0) + 1)
-      local queued = tonumber(redis.call('ZSCORE', waiting, tenant))
+      local queued = tonumber(redis.call('ZSCORE', WAITING, tenant))
       -- the quota counts the messages of this tenant, even if this one has to wait as a message of the tenant ''
       local is_over = policy.quota > 0
-        and (queued or 0) + (redis.call('ZSCORE', delayed, tenant) or 0) >= policy.quota
-      if not queued and redis.call('ZCARD', waiting) >= MOST_TENANTS then tenant = '' end
+        and (queued or 0) + (redis.call('ZSCORE', DELAYED_TENANTS, tenant) or 0) >= policy.quota
+      if not queued and redis.call('ZCARD', WAITING) >= MOST_TENANTS then tenant = '' end
       if has_problem(problem_of_tenant(list, tenant)) then tenant = '' end
       if has_problem(problem_of_tenant(list, tenant)) then return end
       local record = {
         list = list, level = list, tenant = tenant, since = since, prefix = prefix, request = request, sorted = microseconds,
         choices = choices, deadline = deadline, continues = continues, conversation = conversation,
+        latest_start = due and due - time_for(estimate(tenant), policy.token_microseconds),
+        at = request and home_of(request),
       }
       if is_over and mode == 'sort only' then return end -- a later fetch refuses it
       redis.call('HSET', LEASE_BODIES, id, body)
@@ -228,6 +237,7 @@ end
 -- hand, or if a worker of an earlier version, which does not maintain these sets, ended them. A message that is neither
 -- leased nor waiting returns to the queue.
 local function drop_stale(list)
+  local STALE_CHECKED = 10
   for _, leases in ipairs({held_key(list), delayed_key(list)}) do
     local expired = kind_of(leases) ~= 'none'
       and redis.call('ZRANGEBYSCORE', leases, '-inf', microseconds / 1000000, 'LIMIT', 0, STALE_CHECKED)
@@ -245,11 +255,12 @@ local function drop_stale(list)
   end
 end
 
-local is_taken_from, may_split = {}, {} -- by list
+local place_of, is_taken_from, may_split = {}, {}, {} -- by list
+local away = policy.away
 
 -- Returns the record of a message that waits in the list.
 local function record_at(list, id)
-  local record = record_of(id, queue_of(list))
+  local record = record_of(id)
   if record then record.level = list end
   return record
 end
@@ -282,21 +293,21 @@ for _, prefix in ipairs(held_prefixes and policy.prefixes or {}) do held_prefixe
 -- the conversation in its prefix cache. The keys of this are hints: if one has the wrong type, messages do not wait.
 local grace = held_prefixes and policy.grace
 local standings = {} -- by id: see `standing_of`
-local credits = {} -- by queue and worker: choices that may still be offered to it
+local credits = {} -- by worker: choices that may still be offered to it
 local retry_after
 
--- Returns the worker that has the message's conversation, or nil if it is unknown.
+-- Returns the worker that has the message's conversation, or nil if it is unknown. Producers choose the names of
+-- conversations, so each tenant has names of its own.
 local function holder_of_conversation(record)
-  local holders = holders_key(queue_of(record.list))
-  if not record.continues or lookups_left <= 0 or problem_of(holders, 'hash') then return end
+  if not record.continues or lookups_left <= 0 or problem_of(HOLDERS, 'hash') then return end
   lookups_left = lookups_left - 1
-  return string.match(redis.call('HGET', holders, record.continues) or '', '^(%S+) ')
+  return string.match(redis.call('HGET', HOLDERS, record.continues .. ' ' .. record.tenant) or '', '^(%S+) ')
 end
 
 -- Offers the message to its holder, if that has free slots for it, and wakes it. Returns whether it has.
 local function offer(id, record, holder, age)
-  local queue, choices = queue_of(record.list), record.choices or 1
-  local credit, token = credit_key(queue, holder), holder_wake_up_key(queue, holder)
+  local choices = record.choices or 1
+  local credit, token = credit_key(QUEUE, holder), holder_wake_up_key(QUEUE, holder)
   credits[credit] = credits[credit] or kind_of(credit) == 'string' and number_in(redis.call('GET', credit)) or 0
   if credits[credit] < choices or problem_of(token, 'list') then return false end
   credits[credit] = credits[credit] - choices
@@ -331,21 +342,22 @@ end
 -- Records this worker as the holder of the message's conversation. Among more than HOLDERS_KEPT conversations, it
 -- forgets the oldest of some random ones.
 local function hold_conversation(record)
-  local holders = holders_key(queue_of(record.list))
-  if not record.conversation or problem_of(holders, 'hash') then return end
-  redis.call('HSET', holders, record.conversation, string.format('%s %.0f', owner, microseconds))
-  redis.call('EXPIRE', holders, HOLDERS_SECONDS)
-  if redis.call('HLEN', holders) <= tonumber(HOLDERS_KEPT) then return end
-  local some, oldest, since = redis.call('HRANDFIELD', holders, FORGOTTEN_AMONG, 'WITHVALUES'), nil, math.huge
+  local FORGOTTEN_AMONG = 16
+  if not record.conversation or problem_of(HOLDERS, 'hash') then return end
+  local name = record.conversation .. ' ' .. record.tenant
+  redis.call('HSET', HOLDERS, name, string.format('%s %.0f', owner, microseconds))
+  redis.call('EXPIRE', HOLDERS, HOLDERS_SECONDS)
+  if redis.call('HLEN', HOLDERS) <= tonumber(HOLDERS_KEPT) then return end
+  local some, oldest, since = redis.call('HRANDFIELD', HOLDERS, FORGOTTEN_AMONG, 'WITHVALUES'), nil, math.huge
   for i = 1, #some, 2 do
     local taken = number_in(string.match(some[i + 1], ' (%d+)$'), 0)
     if taken < since then oldest, since = some[i], taken end
   end
-  redis.call('HDEL', holders, oldest)
+  redis.call('HDEL', HOLDERS, oldest)
 end
 
 -- Returns ids of the tenant's first messages, the next one first: at least `most` if it has so many. With the order
--- 'deadline' some of them may be there twice.
+-- 'deadline' some of them may be there twice. Those with a due time are in the order of their slack.
 local function first_ids(list, tenant, most)
   local all, ids = tenant_ids_key(list, tenant), {}
   if policy.order == 'deadline' then
@@ -359,14 +371,30 @@ local function first_ids(list, tenant, most)
     end
   end
   if #ids == most then return ids end
-  for _, id in ipairs(redis.call('ZRANGE', all, 0, most - 1)) do ids[#ids + 1] = id end
+  for _, id in ipairs(by_slack(redis.call('ZRANGE', all, 0, most - 1), list, tenant)) do ids[#ids + 1] = id end
   return ids
 end
 
+-- Returns the tenant's first ids of messages that this worker may take, and whether it has left out some whose stream
+-- server is away.
+local function present_ids(list, tenant, most)
+  if not away then return first_ids(list, tenant, most), false end
+  if reads_left <= 0 then return {}, true end
+  local ids, left_out = {}, false
+  for _, id in ipairs(first_ids(list, tenant, math.min(reads_left, READS_OF_TENANT))) do
+    reads_left = reads_left - 1
+    local record = record_at(list, id)
+    if record and away[record.at or ''] then left_out = true else ids[#ids + 1] = id end
+    if #ids == most then break end
+  end
+  return ids, left_out
+end
+
 -- Returns the tenant's next message: its id, its record, and the id of the earlier message that affinity skips, if any.
--- The id is false if all messages that affinity looks at wait for their holders.
+-- The id is false if all messages that this looks at wait for their holders, or for stream servers that are away.
 local function choose(list, tenant)
-  local ids = first_ids(list, tenant, held_prefixes and CANDIDATES or 1)
+  local ids, left_out = present_ids(list, tenant, held_prefixes and CANDIDATES or 1)
+  if #ids == 0 and (left_out or away and reads_left <= 0) then return false end
   if not held_prefixes then return ids[1], ids[1] and record_at(list, ids[1]) end
   local first, best, best_record, most
   for _, id in ipairs(ids) do
@@ -391,7 +419,8 @@ local function choose_of_lists(list, tenant)
   for _, id in ipairs(first_ids(list, tenant, math.min(reads_left, READS_OF_TENANT))) do
     reads_left = reads_left - 1
     local record = record_at(list, id)
-    if not record or is_taken_from[record.list] then return id, record end
+    if not record then return id end
+    if is_taken_from[record.list] and not (away and away[record.at or '']) then return id, record end
   end
 end
 
@@ -406,6 +435,7 @@ end
 local function take(id, record, start)
   local body = redis.call('HGET', LEASE_BODIES, id)
   undelay(id, record)
+  place_again(record)
   local deliveries = body and deliver(id, record, body)
   leave(id, record)
   if not body then forget(id) end
@@ -413,6 +443,7 @@ local function take(id, record, start)
   if held_prefixes and record.prefix then held_prefixes[record.prefix] = true end
   if policy.grace then hold_conversation(record) end
   record.taken, record.offered = microseconds, nil
+  count_grant(record)
   charge(id, record, start, policy.weights[record.tenant] or 1)
   lease(id, record, body, deliveries, 0)
   reply_bytes_left = reply_bytes_left - #body
@@ -427,34 +458,31 @@ local function recover(list)
   for i = #ids, 1, -1 do unsort(ids[i], list) end
 end
 
--- Deletes the counts of waiting messages by tenant of a queue that has no sorted messages.
-local function recount(queue, queue_lists)
-  if kind_of(waiting_key(queue)) == 'none' then return end
-  for _, list in ipairs(queue_lists) do
+-- Deletes the counts of waiting messages by tenant if the queue has no sorted messages.
+local function recount(lists)
+  if kind_of(WAITING) == 'none' then return end
+  for _, list in ipairs(lists) do
     if redis.call('EXISTS', sorted_ids_key(list)) == 1 then return end
   end
-  redis.call('DEL', waiting_key(queue))
+  redis.call('DEL', WAITING)
 end
 
 -- An empty list needs no work, and no further checks of its keys.
-local lists, lists_of, in_use = {}, {}, {}
+local lists, in_use = {}, {}
 for i, list in ipairs(LIST) do
-  local queue = queue_of(list)
   in_use[list] = kind_of(list) ~= 'none' or kind_of(arrived_key(list)) ~= 'none'
     or kind_of(sorted_ids_key(list)) ~= 'none' or kind_of(tenants_key(list)) ~= 'none'
   if not has_problem(problem_of(list, 'list') or problem_of(arrived_key(list), 'list') or problem_of(held_key(list), 'zset')
       or problem_of(delayed_key(list), 'zset') or in_use[list] and problem_of_list(list) or nil) then
     drop_stale(list)
-    lists_of[queue] = lists_of[queue] or {}
-    table.insert(lists_of[queue], list)
     lists[#lists + 1] = list
+    place_of[list] = i
     is_taken_from[list], may_split[list] = i <= (lists_taken_from or #LIST), i <= (lists_split or #LIST)
   end
 end
 
--- By queue: whether messages may wait that another worker can take now. Without a grace, all that wait may be such.
-local may_wake = {}
-for queue in pairs(lists_of) do may_wake[queue] = not grace end
+-- Whether messages may wait that another worker can take now. Without a grace, all that wait may be such.
+local may_wake = not grace
 
 local unsorted = 0
 if is_to_sort then
@@ -466,16 +494,21 @@ if is_to_sort then
       unsorted = unsorted + redis.call('LLEN', list)
     end
   end
-  for _, queue_lists in pairs(lists_of) do
-    for i = #queue_lists, 2, -1 do -- the lowest priority first, so that one call can move an old message to the top
-      local is_to_age = policy.ageing_seconds > 0 and ages_left > 0 and in_use[queue_lists[i]]
-      if is_to_age and age(queue_lists[i], queue_lists[i - 1]) then in_use[queue_lists[i - 1]] = true end
-    end
+  for i = #lists, 2, -1 do -- the lowest priority first, so that one call can move an old message to the top
+    local is_to_age = policy.ageing_seconds > 0 and ages_left > 0 and in_use[lists[i]]
+    if is_to_age and age(lists[i], lists[i - 1]) then in_use[lists[i - 1]] = true end
   end
 end
 
+local due_after
+if is_to_sort and unsorted == 0 then -- no more messages move up than this call can take
+  local targets
+  targets, due_after = make_due_urgent(LIST, microseconds, policy.token_microseconds, wanted, away)
+  for _, list in ipairs(targets) do in_use[list] = true end
+end
+
 -- If this script has sorted many bytes, the next one leases the messages, so that no script runs long.
-local slots_left = wanted
+local slots_left, first_unserved = wanted, 0
 if unsorted == 0 and bytes_left <= 0 and wanted > 0 then
   unsorted = 1
 elseif unsorted == 0 then
@@ -484,6 +517,10 @@ elseif unsorted == 0 then
     local num_blocked = 0 -- tenants at the front of the order without a message to take now; they keep their places
     local is_done = not in_use[list]
     if not is_taken_from[list] then break end
+    if in_use[list] and place_of[list] > lists_served then
+      may_wake, first_unserved = true, place_of[list]
+      break
+    end
     while in_use[list] and slots_left > 0 and tries_left > 0 and reply_bytes_left > 0 do
       local least = redis.call('ZRANGE', tenants_key(list), num_blocked, num_blocked, 'WITHSCORES')
       local tenant, start = least[1], number_in(least[2], 0)
@@ -501,10 +538,11 @@ elseif unsorted == 0 then
         end
         local choices = record and record.choices or 1
         if id == false then
-          num_blocked = num_blocked + 1 -- its messages wait for their holders, and other tenants do not
+          num_blocked = num_blocked + 1 -- its messages wait, and those of other tenants do not
+          may_wake = may_wake or away ~= nil -- another worker may reach their stream servers
         elseif not id and lists_taken_from or choices > slots_left and not may_split[record.list] then
           num_blocked = num_blocked + 1
-          may_wake[queue_of(list)] = true
+          may_wake = true
         elseif record then
           record.tenant = tenant
           slots_left = slots_left - (take(id, record, start) and choices or 0)
@@ -513,28 +551,27 @@ elseif unsorted == 0 then
           unsort(id, list, tenant)
         else
           redis.call('ZREM', tenants_key(list), tenant)
-          redis.call('ZREM', waiting_key(queue_of(list)), tenant)
+          redis.call('ZREM', WAITING, tenant)
         end
       end
     end
-    if not is_done then may_wake[queue_of(list)] = true end
+    if not is_done then may_wake = true end
   end
 end
-for queue, queue_lists in pairs(lists_of) do
-  if problem == '' and #leased - num_refused < wanted then recount(queue, queue_lists) end
-  if may_wake[queue] or unsorted > 0 or problem ~= '' then
-    update_wake_up(queue)
-  else -- all that wait have woken their holders
-    redis.call('DEL', wake_up_key(queue))
+if problem == '' and #leased - num_refused < wanted then recount(lists) end
+if #lists > 0 and (may_wake or unsorted > 0 or problem ~= '') then
+  update_wake_up()
+elseif #lists > 0 then -- all that wait have woken their holders
+  redis.call('DEL', WAKE_UP)
+end
+if grace and #lists > 0 and unsorted == 0 then -- last, as a server that is out of memory refuses it
+  if slots_left > 0 then
+    redis.pcall('SET', credit_key(QUEUE, owner), slots_left, 'PX', CREDIT_MILLISECONDS)
+  else
+    redis.call('DEL', credit_key(QUEUE, owner))
   end
 end
-if grace and unsorted == 0 then -- last, as a server that is out of memory refuses it
-  for queue in pairs(lists_of) do
-    if slots_left > 0 then
-      redis.pcall('SET', credit_key(queue, owner), slots_left, 'PX', CREDIT_MILLISECONDS)
-    else
-      redis.call('DEL', credit_key(queue, owner))
-    end
-  end
-end
-return {leased, dead, unsorted, problem, retry_after and string.format('%.0f', retry_after) or ''}
+return {
+  leased, dead, unsorted, problem, retry_after and string.format('%.0f', retry_after) or '', first_unserved,
+  due_after and string.format('%.0f', due_after) or '',
+}

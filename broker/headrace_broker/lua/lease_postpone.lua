@@ -18,6 +18,7 @@ uncount_delivery(id)
 if record then
   refund(id, record)
   record.taken = nil
+  record.unbegun = (record.unbegun or 0) + 1 -- a worker postpones only a request whose stream it has not begun
   if keeps_place ~= '1' then -- it begins to wait and to age when it is due
     record.since, record.level = math.floor(due * 1000000), record.list
     record.due, record.first, record.held = record.since, nil, nil

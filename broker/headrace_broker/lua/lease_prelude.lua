@@ -1,5 +1,7 @@
--- Shared by the lease scripts. A lease id is a hash of its message (`lease_id_of`), so a message keeps its id and its
--- count of deliveries in every queue and at every worker. Messages are stored and returned byte for byte.
+-- Shared by the lease scripts. A call is about one queue. A lease id is a hash of its queue and its message
+-- (`lease_id_of`), so a message keeps its id and its count of deliveries at every worker. Messages are stored and
+-- returned byte for byte.
+-- KEYS: QUEUE
 -- RIGHTS: LEASES
 --
 -- Redis does not undo the writes of a script that fails midway. So each script first checks rights and types. If a
@@ -9,7 +11,7 @@
 
 local DEAD_LETTERS_KEPT = 1000
 
--- The keys that all messages of all queues need.
+-- The keys that all messages of the queue need.
 do
   local problem = problem_of(LEASES, 'zset') or problem_of(LEASE_BODIES, 'hash') or problem_of(LEASE_META, 'hash')
     or problem_of(LEASE_DELIVERIES, 'hash') or problem_of(DEAD_LETTERS, 'list') or problem_of(LEASE_RECORDS, 'hash')
@@ -52,17 +54,23 @@ local function grant(id, owner, list, seconds)
   redis.call('HSET', LEASE_META, id, owner .. '|' .. list)
 end
 
--- Ends the lease of a message. Its body and its record stay.
-local function revoke(id)
+-- Ends the lease of a message. Its body and its record stay. `list`: nil if the lease's meta value was not read.
+local function revoke(id, list)
   redis.call('ZREM', LEASES, id)
-  local meta = redis.call('HGET', LEASE_META, id)
-  if not meta then return end
-  local list = list_of(meta)
+  local meta = not list and redis.call('HGET', LEASE_META, id)
+  if not (list or meta) then return end
+  list = list or list_of(meta)
   if list then
     drop(held_key(list), id)
     drop(delayed_key(list), id)
   end
   redis.call('HDEL', LEASE_META, id)
+end
+
+-- Counts a lease of the message. The number never goes down, so each lease of a message has its own. The caller keeps
+-- the record.
+local function count_grant(record)
+  record.grant = (record.grant or 0) + 1
 end
 
 local function queue_of(list)
@@ -73,8 +81,8 @@ end
 local function is_text_or_nil(value) return value == nil or type(value) == 'string' end
 
 local function is_record(record)
-  return type(record) == 'table' and type(record.list) == 'string' and record.list ~= ''
-    and type(record.level) == 'string' and queue_of(record.level) == queue_of(record.list)
+  return type(record) == 'table' and type(record.list) == 'string' and queue_of(record.list) == QUEUE
+    and type(record.level) == 'string' and queue_of(record.level) == QUEUE
     and type(record.tenant) == 'string' and is_finite(record.since)
     and (not record.charge or is_finite(record.charge) and is_finite(record.weight) and record.weight > 0)
     and is_text_or_nil(record.request) and is_text_or_nil(record.prefix)
@@ -82,15 +90,17 @@ local function is_record(record)
     and is_finite(record.due or 0) and is_finite(record.first or 0) and is_finite(record.held or 0)
     and is_finite(record.taken or 0) and is_finite(record.choices or 1) and (record.choices or 1) >= 1
     and is_finite(record.deadline or 0) and is_text_or_nil(record.continues) and is_text_or_nil(record.conversation)
-    and is_text_or_nil(record.offered)
+    and is_text_or_nil(record.offered) and is_finite(record.grant or 0) and is_finite(record.latest_start or 0)
+    and is_finite(record.urgency or 0) and is_text_or_nil(record.at) and is_text_or_nil(record.lost)
+    and is_finite(record.unbegun or 0) and is_finite(record.placed or 0)
 end
 
--- Returns the record of a message; nil if there is none, if it is invalid, or if it is not of the given queue.
-local function record_of(id, queue)
+-- Returns the record of a message; nil if there is none, if it is invalid, or if it is of another queue.
+local function record_of(id)
   local packed = redis.call('HGET', LEASE_RECORDS, id)
   if not packed then return nil end
   local readable, record = pcall(cmsgpack.unpack, packed)
-  return readable and is_record(record) and (not queue or queue_of(record.list) == queue) and record or nil
+  return readable and is_record(record) and record or nil
 end
 
 -- Returns the lease id of the stored message to which a request id is bound, or nil.
@@ -105,9 +115,9 @@ local function unbind(id, record)
   end
 end
 
--- Deletes the body and the record of a message, and frees its request id.
-local function forget(id)
-  unbind(id, record_of(id))
+-- Deletes the body and the record of a message, and frees its request id. `record`: nil if it was not read.
+local function forget(id, record)
+  unbind(id, record or record_of(id))
   redis.call('HDEL', LEASE_BODIES, id)
   redis.call('HDEL', LEASE_RECORDS, id)
 end

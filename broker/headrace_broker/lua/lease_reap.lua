@@ -2,8 +2,8 @@
 -- Wakes a worker for messages whose woken worker may have died.
 -- KEYS: LIST[]
 -- ARGV: most
--- LIST: lists of the queues that the reaper serves. most: how many expired leases one call handles. Result: {number of messages with an expired lease that it returned,
--- the problem that blocks others or '', number of orphans that it returned}.
+-- LIST: the lists of the queue. most: how many expired leases one call handles. Result: {number of messages with an
+-- expired lease that it returned, the problem that blocks others or '', number of orphans that it returned}.
 local RETRY_SECONDS = 1
 -- This removal of nothing fails while the server accepts no writes, and the call ends. The other workers cannot renew
 -- their leases either at that time, so an expired lease does not mean a dead worker.
@@ -37,20 +37,16 @@ for _, id in ipairs(redis.call('HRANDFIELD', LEASE_BODIES, ORPHANS_CHECKED)) do
 end
 -- Deadlines of messages that do not wait remain if keys were deleted by hand, or if a worker of an earlier version took
 -- the messages. The first one that remains is then the deadline of a waiting message.
-local function waits(id, queue)
-  local record = record_of(id, queue)
+local function waits(id)
+  local record = record_of(id)
   local ids = record and sorted_ids_key(record.level)
   return ids and not problem_of(ids, 'zset') and redis.call('ZSCORE', ids, id)
 end
 
-local queues = {}
-for _, list in ipairs(LIST) do queues[queue_of(list)] = true end
-for queue in pairs(queues) do
-  for _ = 1, problem_of(deadlines_key(queue), 'zset') and 0 or STALE_CHECKED do
-    local id = redis.call('ZRANGE', deadlines_key(queue), 0, 0)[1]
-    if not id or waits(id, queue) then break end
-    redis.call('ZREM', deadlines_key(queue), id)
-  end
+for _ = 1, problem_of(DEADLINES, 'zset') and 0 or STALE_CHECKED do
+  local id = redis.call('ZRANGE', DEADLINES, 0, 0)[1]
+  if not id or waits(id) then break end
+  redis.call('ZREM', DEADLINES, id)
 end
 wake(LIST)
 return {num_requeued, problem, num_orphans}

@@ -1,6 +1,5 @@
 -- Estimates the tokens of a queue's messages that are due. Writes nothing.
--- KEYS: WAITING, COSTS, LIST[], ARRIVED[], SORTED_IDS[], HELD[], DELAYED[]
--- ARGV: queue
+-- KEYS: QUEUE, LIST[], ARRIVED[], SORTED_IDS[], HELD[], DELAYED[]
 -- A message costs the moving average of its tenant's requests. If it is unknown, or the message is not sorted yet, it
 -- costs the queue's average. Messages that no worker has returned to the queue yet count as waiting: those of expired
 -- leases, and delayed ones that are due. Messages that are not due do not count.
@@ -28,7 +27,7 @@ for i, list in ipairs(LIST) do
 end
 if waiting + leased == 0 then return {'0', '0'} end
 
-local mean = number_in(redis.pcall('HGET', MEAN_COST, queue), nil)
+local mean = number_in(redis.pcall('GET', MEAN_COST), nil)
 if not mean or mean <= 0 then return {} end
 local tokens = waiting * mean
 local costs = scores(COSTS, 0, MOST_TENANTS - 1)

@@ -1,6 +1,6 @@
 -- Searches one list of a queue for a request. Writes nothing. One call reads a limited number of messages, so that it
 -- does not block the server.
--- KEYS: KEY
+-- KEYS: QUEUE, KEY
 -- ARGV: id, num_seen
 -- KEY: the list, or a sorted set of lease ids. id: the request id as JSON. num_seen: how many messages earlier calls
 -- read.

@@ -1,7 +1,7 @@
--- Counts the messages of queues, at a cost that does not grow with their number. Writes nothing. An unsorted message is
+-- Counts the messages of a queue, at a cost that does not grow with their number. Writes nothing. An unsorted message is
 -- in the list to which its producer pushed it, or in the list's `arrived` list. A sorted one has been moved from there
 -- to sorted sets by a worker.
--- KEYS: LIST[], ARRIVED[], SORTED_IDS[], HELD[], DELAYED[]
+-- KEYS: QUEUE, LIST[], ARRIVED[], SORTED_IDS[], HELD[], DELAYED[]
 -- Returns {unix seconds now, a string that changes when the dead letters change, levels}. levels: for each list {number
 -- of unsorted messages, of sorted ones, of messages that workers hold, of delayed ones, of expired leases; enqueue time
 -- of the oldest unsorted message or '', enqueue time of the oldest sorted message or '', digest of the oldest unsorted

@@ -14,11 +14,17 @@
 --   request: the request id bound to it, or nil; prefix: a hash of its prompt's beginning, or nil
 --   since: the time that orders it among its tenant's messages in `level`; first: the same in `list`, if it has aged
 --   sorted: when it was first sorted; due: when it became due, if it was delayed; delayed: true until it is due
+--   grant: how often it was leased, or a higher number that `lease_regrant` gave; nil if never by this version
 --   taken: when it was leased, while it is; held: microseconds after `since` that do not count in its age
 --   charge: expected tokens that its tenant was charged at the lease; weight: the tenant's weight at that time
 --   deadline: when it expires, or nil
+--   latest_start: when it must be leased to end when it is due by its header `due`, or nil; urgency: URGENT once that
+--   time has come, LATE when it can no longer end in time, or nil
 --   choices: number of choices that its header or a worker gave, or nil for one; refused: true if it exceeds the quota
 --   continues: the conversation that it continues, or nil; conversation: the one that later requests may continue, or nil
+--   at: name of the stream server of its request, its home; nil if the stream is on the main server
+--   lost: the stream server that has lost its begun stream, or nil; placed: when `at` was chosen again, or nil
+--   unbegun: how many of its leases ended before its stream could begin, or nil
 --   offered: the worker to which it was offered as the holder of its conversation, or nil
 --   skipped: how often affinity preferred a later message; preempted: how often it made room for a higher priority
 
@@ -28,17 +34,17 @@ local NEWEST_COST = 0.2 -- weight of the newest cost in the moving average
 
 -- Returns the problem that blocks all messages of a list, or nil.
 local function problem_of_list(list)
-  local queue = queue_of(list)
   return problem_of(sorted_ids_key(list), 'zset') or problem_of(tenants_key(list), 'zset')
-    or problem_of(served_key(list), 'zset') or problem_of(waiting_key(queue), 'zset')
-    or problem_of(deadlines_key(queue), 'zset')
-    or problem_of(delayed_tenants_key(queue), 'zset') or problem_of(costs_key(queue), 'zset')
-    or problem_of(VIRTUAL_TIME, 'hash') or problem_of(MEAN_COST, 'hash')
+    or problem_of(served_key(list), 'zset') or problem_of(WAITING, 'zset')
+    or problem_of(DEADLINES, 'zset') or problem_of(LATEST_STARTS, 'zset')
+    or problem_of(DELAYED_TENANTS, 'zset') or problem_of(COSTS, 'zset')
+    or problem_of(VIRTUAL_TIME, 'hash') or problem_of(MEAN_COST, 'string')
 end
 
 -- Returns the problem that blocks all messages of a tenant in a list, or nil.
 local function problem_of_tenant(list, tenant)
   return problem_of(tenant_ids_key(list, tenant), 'zset') or problem_of(tenant_deadlines_key(list, tenant), 'zset')
+    or problem_of(tenant_starts_key(list, tenant), 'zset')
 end
 
 -- Returns the problem that blocks the place in the queue that this record names, or nil.
@@ -54,7 +60,7 @@ end
 local function delay(id, record)
   record.delayed = true
   keep(id, record)
-  redis.call('ZINCRBY', delayed_tenants_key(queue_of(record.list)), 1, record.tenant)
+  redis.call('ZINCRBY', DELAYED_TENANTS, 1, record.tenant)
 end
 
 -- Records that the message is no longer delayed: it is due, or it was taken or deleted.
@@ -62,10 +68,9 @@ local function undelay(id, record)
   if not record or not record.delayed then return end
   record.delayed = nil
   keep(id, record)
-  local delayed = delayed_tenants_key(queue_of(record.list))
-  if problem_of(delayed, 'zset') then return end
-  if tonumber(redis.call('ZINCRBY', delayed, -1, record.tenant)) <= 0 then
-    redis.call('ZREM', delayed, record.tenant)
+  if problem_of(DELAYED_TENANTS, 'zset') then return end
+  if tonumber(redis.call('ZINCRBY', DELAYED_TENANTS, -1, record.tenant)) <= 0 then
+    redis.call('ZREM', DELAYED_TENANTS, record.tenant)
   end
 end
 
@@ -78,14 +83,28 @@ local function floor_at(list)
   return math.min(virtual_time, number_in(least, virtual_time))
 end
 
+-- The urgency of a message is subtracted from its score among those of its tenant. All times in microseconds are less.
+local URGENT, LATE = 1.8e16, 9e15
+
+-- Returns the score that orders a message among those of its tenant: urgent ones are first, and late ones next. One that
+-- has aged into a higher priority is not before those that were sent with it.
+local function order_of(record)
+  local is_first = record.latest_start and record.urgency and record.level == record.list
+  return is_first and record.latest_start - record.urgency or record.since
+end
+
 local function enter(id, record)
   local list, tenant = record.level, record.tenant
-  redis.call('ZADD', tenant_ids_key(list, tenant), record.since, id)
+  redis.call('ZADD', tenant_ids_key(list, tenant), order_of(record), id)
   redis.call('ZADD', sorted_ids_key(list), record.since + (record.held or 0), id) -- it ages from this time on
-  redis.call('ZINCRBY', waiting_key(queue_of(list)), 1, tenant)
+  redis.call('ZINCRBY', WAITING, 1, tenant)
   if record.deadline then
-    redis.call('ZADD', deadlines_key(queue_of(list)), record.deadline, id)
+    redis.call('ZADD', DEADLINES, record.deadline, id)
     redis.call('ZADD', tenant_deadlines_key(list, tenant), record.deadline, id)
+  end
+  if record.latest_start and record.urgency ~= LATE then redis.call('ZADD', LATEST_STARTS, record.latest_start, id) end
+  if record.latest_start and not record.urgency then
+    redis.call('ZADD', tenant_starts_key(list, tenant), record.latest_start, id)
   end
   if not redis.call('ZSCORE', tenants_key(list), tenant) then
     local served = number_in(redis.call('ZSCORE', served_key(list), tenant), 0)
@@ -98,30 +117,32 @@ local function leave(id, record)
   local list, tenant = record.level, record.tenant
   local was_there = drop(tenant_ids_key(list, tenant), id)
   redis.call('ZREM', sorted_ids_key(list), id)
-  redis.call('ZREM', deadlines_key(queue_of(list)), id)
+  redis.call('ZREM', DEADLINES, id)
   drop(tenant_deadlines_key(list, tenant), id)
-  local waiting = waiting_key(queue_of(list))
-  if was_there == 1 and tonumber(redis.call('ZINCRBY', waiting, -1, tenant)) <= 0 then
-    redis.call('ZREM', waiting, tenant)
+  if record.latest_start or not record.since then -- without `since` the record is not known
+    redis.call('ZREM', LATEST_STARTS, id)
+    drop(tenant_starts_key(list, tenant), id)
+  end
+  if was_there == 1 and tonumber(redis.call('ZINCRBY', WAITING, -1, tenant)) <= 0 then
+    redis.call('ZREM', WAITING, tenant)
   end
   if redis.call('EXISTS', tenant_ids_key(list, tenant)) == 0 then
     redis.call('ZREM', tenants_key(list), tenant)
-    -- a worker of an earlier version does not remove the deadlines of the messages that it takes
-    if not problem_of(tenant_deadlines_key(list, tenant), 'zset') then
-      redis.call('DEL', tenant_deadlines_key(list, tenant))
+    -- a worker of an earlier version does not remove the deadlines and latest starts of the messages that it takes
+    for _, key in ipairs({tenant_deadlines_key(list, tenant), tenant_starts_key(list, tenant)}) do
+      if not problem_of(key, 'zset') then redis.call('DEL', key) end
     end
   end
 end
 
--- Creates the wake-up token of a queue if sorted messages wait, and deletes it if none wait. An idle worker waits for
+-- Creates the wake-up token of the queue if sorted messages wait, and deletes it if none wait. An idle worker waits for
 -- the token and takes it. The script that leaves messages behind creates it again, so they wake one worker after the
 -- other.
-local function update_wake_up(queue)
-  local token = wake_up_key(queue)
-  if redis.call('EXISTS', waiting_key(queue)) == 0 then
-    redis.call('DEL', token)
-  elseif redis.call('EXISTS', token) == 0 then
-    redis.call('LPUSH', token, '1')
+local function update_wake_up()
+  if redis.call('EXISTS', WAITING) == 0 then
+    redis.call('DEL', WAKE_UP)
+  elseif redis.call('EXISTS', WAKE_UP) == 0 then
+    redis.call('LPUSH', WAKE_UP, '1')
   end
 end
 
@@ -133,12 +154,10 @@ end
 
 -- Lets the messages of these lists that no worker has taken wake idle workers.
 local function wake(lists)
-  local queues = {}
   for _, list in ipairs(lists) do
     if not (problem_of(list, 'list') or problem_of(arrived_key(list), 'list')) then return_arrived(list) end
-    queues[queue_of(list)] = true
   end
-  for queue in pairs(queues) do update_wake_up(queue) end
+  update_wake_up()
 end
 
 local function trim(key)
@@ -147,9 +166,9 @@ local function trim(key)
 end
 
 -- Returns the expected cost of a request of the tenant, in tokens.
-local function estimate(queue, tenant)
-  return number_in(redis.call('ZSCORE', costs_key(queue), tenant),
-    number_in(redis.call('HGET', MEAN_COST, queue), FIRST_ESTIMATE))
+local function estimate(tenant)
+  return number_in(redis.call('ZSCORE', COSTS, tenant),
+    number_in(redis.call('GET', MEAN_COST), FIRST_ESTIMATE))
 end
 
 local function add_service(record, tokens)
@@ -163,7 +182,7 @@ end
 -- Charges the expected cost of a message that is leased now to its tenant, whose service is `start` so far.
 local function charge(id, record, start, weight)
   local list, tenant = record.level, record.tenant
-  record.charge, record.weight = estimate(queue_of(list), tenant), weight
+  record.charge, record.weight = estimate(tenant), weight
   keep(id, record)
   local service = start + record.charge / weight
   redis.call('ZADD', served_key(list), service, tenant)
@@ -179,14 +198,12 @@ local function charge_actual(record, tokens)
   if not record.charge then return end
   add_service(record, tokens - record.charge)
   if tokens <= 0 then return end -- it never ran, so it does not count in the averages
-  local queue = queue_of(record.level)
   local function mean(before) return before and before + NEWEST_COST * (tokens - before) or tokens end
-  local cost = mean(number_in(redis.call('ZSCORE', costs_key(queue), record.tenant)))
-  redis.call('ZADD', costs_key(queue), cost, record.tenant)
-  trim(costs_key(queue))
-  local of_all = mean(number_in(redis.call('HGET', MEAN_COST, queue)))
-  redis.call('HSET', MEAN_COST, queue, string.format('%.17g', of_all))
-  redis.call('EXPIRE', MEAN_COST, SHARE_SECONDS)
+  local cost = mean(number_in(redis.call('ZSCORE', COSTS, record.tenant)))
+  redis.call('ZADD', COSTS, cost, record.tenant)
+  trim(COSTS)
+  local of_all = mean(number_in(redis.call('GET', MEAN_COST)))
+  redis.call('SET', MEAN_COST, string.format('%.17g', of_all), 'EX', SHARE_SECONDS)
 end
 
 -- Removes the charge of a message that is no longer leased and has not ended.
@@ -241,7 +258,7 @@ local function requeue(id, list, is_preempted, choices)
     record.choices = choices or record.choices
     keep(id, record)
     enter(id, record)
-    update_wake_up(queue_of(record.level))
+    update_wake_up()
   elseif body and not list then -- keys were deleted by hand
     dead_letter(body, '', number_in(redis.call('HGET', LEASE_DELIVERIES, id), 0), DEAD_LIST_UNKNOWN)
     redis.call('HDEL', LEASE_DELIVERIES, id)

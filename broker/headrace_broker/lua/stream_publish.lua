@@ -1,6 +1,8 @@
 -- Appends entries to many streams in one call. Redis itself rejects an id that is not above the stream's last.
--- ARGV: seconds, writes
+-- ARGV: seconds, writes, prefix
 -- seconds: lifetime of the streams. writes: msgpack list of {request, id, id of the entry before it, type, data}.
+-- prefix: what precedes a request id in the keys of a shard of a Redis Cluster, else ''. A shard also gets one of the
+-- streams in KEYS, without a name here, by which the node knows whether it has their slot.
 -- Returns the failed writes: index, outcome, index, outcome, ... (indices count from 0).
 
 local function is_cancelled(entry)
@@ -39,6 +41,7 @@ end
 local failed = {}
 for i, write in ipairs(cmsgpack.unpack(writes)) do
   local request, id, before, kind, data = unpack(write)
+  request = prefix .. request
   local key = stream_key(request)
   local newest = redis.pcall('XREVRANGE', key, '+', '-', 'COUNT', 1)
   -- usually `refused` is empty, and its key need not be built

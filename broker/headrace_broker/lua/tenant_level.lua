@@ -3,7 +3,8 @@
 -- ARGV: tenant, of_interest, lists[]
 -- TENANT_IDS: one for each priority step. lists: those with unsorted messages. of_interest: the count up to which the result must be exact.
 -- Returns {number of waiting messages, number of delayed ones, unix microseconds at which the oldest sorted message
--- entered its list or '', unix microseconds now}.
+-- entered its list or '', unix microseconds now}. Urgent and late messages do not count as the oldest: their scores
+-- are no times.
 -- Sorted messages, which a worker has moved from the lists to sorted sets, have counts by tenant. The others have to be
 -- read: at most a thousand, and only if the count can reach `of_interest` with them. The lists are not in KEYS, because
 -- Redis would refuse the script to a user that may not read messages. For such a user it counts sorted messages only.
@@ -11,10 +12,12 @@ local LOOKED_AT, LOOKED_AT_BYTES, CHUNK = 1000, 4 * 1024 * 1024, 50
 
 local count = tonumber(redis.call('ZSCORE', WAITING, tenant) or 0)
 local delayed = tonumber(redis.call('ZSCORE', DELAYED_TENANTS, tenant) or 0)
+local time = redis.call('TIME')
+local now = string.format('%.0f', time[1] * 1000000 + time[2])
 local unsorted, oldest = 0, nil
 for _, list in ipairs(lists) do unsorted = unsorted + redis.call('LLEN', list) end
 for _, ids in ipairs(TENANT_IDS) do
-  local since = tonumber(redis.call('ZRANGE', ids, 0, 0, 'WITHSCORES')[2] or nil)
+  local since = tonumber(redis.call('ZRANGE', ids, 0, now, 'BYSCORE', 'LIMIT', 0, 1, 'WITHSCORES')[2] or nil)
   if since and since < (oldest or math.huge) then oldest = since end
 end
 
@@ -34,5 +37,4 @@ if count + delayed + unsorted >= tonumber(of_interest) then
     end
   end
 end
-local time = redis.call('TIME')
-return {count, delayed, oldest and string.format('%.0f', oldest) or '', string.format('%.0f', time[1] * 1000000 + time[2])}
+return {count, delayed, oldest and string.format('%.0f', oldest) or '', now}

@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol
 
+import redis
 from kombu.transport.redis import MultiChannelPoller
 
 from headrace_broker.keys import arrived_key, holder_wake_up_key, wake_up_key
+from headrace_broker.server.connections import connect
+from headrace_broker.server.queue_servers import OTHER_TIMEOUT
 
 WAIT_SECONDS: Final = 10.0
 """How long one wait lasts if no message arrives. A server that has not answered some seconds later is gone."""
@@ -39,23 +42,40 @@ def holder_wake_up_command(queue: str, worker: str) -> tuple[Any, ...]:
 class WaitingChannel(Protocol):
     """The attributes of kombu's channel that a wait uses."""
 
-    async_pool: Any
     connection_errors: tuple[type[Exception], ...]
+    _registered: bool
+
+    def _on_connection_disconnect(self, connection: Any) -> None: ...
+
+
+def waiting_pool(channel: WaitingChannel, url: str) -> "redis.ConnectionPool":
+    """Return a pool of connections that wait at another server than the channel's. Its owner disconnects it."""
+    pool = connect(url, timeout=OTHER_TIMEOUT).connection_pool
+    kind: Any = pool.connection_class
+
+    def disconnect(self: Any, *args: Any, **options: Any) -> None:
+        kind.disconnect(self, *args, **options)
+        if channel._registered:  # as in kombu's own connections
+            channel._on_connection_disconnect(self)
+
+    pool.connection_class = type("WaitingConnection", (kind,), {"disconnect": disconnect})
+    return pool
 
 
 class BlockingWait:
     """Waits for one list of a channel. kombu's poller requires the attribute `connection`.
 
     Args:
+        pool: the pool of the connections that wait for this queue.
         queue: the queue for whose messages it waits.
         command: waits until the list has an element.
     """
 
-    def __init__(self, channel: WaitingChannel, queue: str, command: tuple[Any, ...]) -> None:
+    def __init__(self, channel: WaitingChannel, pool: Any, queue: str, command: tuple[Any, ...]) -> None:
         self.queue: Final = queue
         self.command: Final = command
         self._channel: Final = channel
-        self.connection: Final = channel.async_pool.get_connection()
+        self.connection: Final = pool.get_connection()
         self._started_at: float | None = None
 
     def start(self, poller: "WaitPoller") -> None:

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 import redis
 
-from headrace_broker.keys import LEASE_BODIES_KEY, delayed_key, queue_lists
+from headrace_broker.keys import delayed_key, lease_bodies_key, queue_lists
 from headrace_broker.queue.message_envelope import open_envelope
 
 _LARGEST: Final = 64 * 1024
@@ -30,11 +30,11 @@ def delayed_messages(client: "redis.Redis", queue: str, limit: int) -> list[Dela
             pipe.zrange(delayed_key(list_name), 0, limit - 1, withscores=True)
         found = sorted((due, lease_id) for pairs in pipe.execute() for lease_id, due in pairs)[:limit]
         for _, lease_id in found:
-            pipe.hstrlen(LEASE_BODIES_KEY, lease_id)
+            pipe.hstrlen(lease_bodies_key(queue), lease_id)
         readable = [size <= _LARGEST for size in pipe.execute()]
         for (_, lease_id), is_readable in zip(found, readable, strict=True):
             if is_readable:
-                pipe.hget(LEASE_BODIES_KEY, lease_id)
+                pipe.hget(lease_bodies_key(queue), lease_id)
         bodies = iter(pipe.execute())
     return [
         _message(due, queue, next(bodies) if is_readable else None)

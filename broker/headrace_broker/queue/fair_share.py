@@ -10,6 +10,8 @@ import msgpack
 MAX_WEIGHT: Final = 1000.0
 ARRIVAL: Final = "arrival"
 DEADLINE: Final = "deadline"
+UNKNOWN_TOKEN_SECONDS: Final = 0.05
+"""The expected time of one token of a request until a worker has measured it: that of a slow engine."""
 ORDERS: Final = (ARRIVAL, DEADLINE)
 """Orders of the messages of one tenant: by arrival, or by `expires`."""
 
@@ -37,15 +39,26 @@ class FairShare:
         """Whether requests wait for the worker that has their conversation."""
         return self.prefix_affinity and self.prefix_grace > 0
 
-    def packed(self, prefixes: Iterable[str] = ()) -> bytes:
-        """Return the settings as msgpack for the scripts. `prefixes` are the recent prefixes of this worker."""
+    def packed(
+        self, prefixes: Iterable[str] = (), token_seconds: float | None = None, away: Iterable[str] = ()
+    ) -> bytes:
+        """Return the settings as msgpack for the scripts.
+
+        Args:
+            prefixes: the recent prefixes of this worker.
+            token_seconds: the time in which one request gets one token; None if it is not measured.
+            away: the stream servers that this worker cannot write to.
+        """
+        away = dict.fromkeys(away, True)
         policy: dict[str, Any] = {
             "weights": dict(self.weights),
             "ageing_seconds": self.ageing_seconds,
             "quota": self.quota,
             "order": self.order,
+            "token_microseconds": 1e6 * (UNKNOWN_TOKEN_SECONDS if token_seconds is None else token_seconds),
             **({"prefixes": list(prefixes)} if self.prefix_affinity else {}),
             **({"grace": self.prefix_grace * 1e6} if self.has_grace else {}),
+            **({"away": away} if away else {}),
         }
         packed: bytes = msgpack.packb(policy)
         return packed

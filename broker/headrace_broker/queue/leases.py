@@ -1,5 +1,7 @@
 """`Leases`: fetches messages under a lease, renews the leases, and settles each message at the end.
 
+Each script is about one queue. `worker_leases.py` serves queues of several servers.
+
 A fetched message stays in Redis under a lease, which the holder renews. If the holder stops renewing, another worker
 returns the message to the queue once the lease has expired by Redis's clock.
 
@@ -9,28 +11,26 @@ producer pushed it to the sorted set of its tenant. Then tenants get shares of t
 """
 
 import logging
+import math
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from typing import Any, Final
 
 import redis
 
-from headrace_broker.keys import (
-    CREDIT_MILLISECONDS,
-    ELECTION_SECONDS,
-    credit_key,
-    deputy_key,
-    holder_wake_up_key,
-    reaper_key,
-    step_of,
-)
+from headrace_broker.keys import ELECTION_SECONDS, queue_lists, queue_of
 from headrace_broker.queue.dead_letters import DeadLetter
+from headrace_broker.queue.earlier_version import move_queue
 from headrace_broker.queue.fair_share import FairShare
+from headrace_broker.queue.final_writes import FinalWrites
+from headrace_broker.queue.free_slots import FreeSlots
+from headrace_broker.queue.leased_message import LeasedMessage, id_of, leased_message
+from headrace_broker.queue.message_ending import MessageEnding
 from headrace_broker.scripts import script
-from headrace_broker.server.connections import CONNECTION_ERRORS, REDIS_ERRORS
+from headrace_broker.server.connections import CONNECTION_ERRORS, REDIS_ERRORS, address_of, is_fault_of_server
+from headrace_broker.streams.grant import Grant
+from headrace_broker.usage.entry import UsageEntry
 from headrace_wire.codes import DeadLetterReason
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,6 @@ PREFIXES_KEPT: Final = 64
 """With prefix affinity: of so many latest prefixes a process prefers messages."""
 _LONGEST_PREFIX: Final = 32
 """In characters; the same as in `lua/tenant_prelude.lua`."""
-_CREDIT_SECONDS: Final = 2.0
-"""With a prefix grace: how often an idle worker tells the others how many free slots it has."""
 _SORT_ROUNDS: Final = 30
 """The most scripts, of some milliseconds each, that one fetch runs to sort new messages."""
 _SORT_ONLY_ROUNDS: Final = 3
@@ -52,56 +50,47 @@ _SORT_ONLY_ROUNDS: Final = 3
 
 
 _ELECT: Final = script("lease_elect")
+_REAPER: Final = 2
+_NO_ROLE: Final = 0
+_MOVING_SECONDS: Final = 0.1
+_NO_ENDING: Final = MessageEnding()
 
+_PRELUDES: Final = ("key_checks", "tenant_prelude", "lease_prelude", "ready_prelude")
+_ENDINGS: Final = ("ack", "dead_letter")
+"""The scripts that end a message, and so count what it has used."""
 SCRIPTS: Final = {
-    name: script("key_checks", "tenant_prelude", "lease_prelude", "ready_prelude", f"lease_{name}")
-    for name in (
-        "fetch",
-        "wake",
-        "renew",
-        "ack",
-        "requeue",
-        "postpone",
-        "reap",
-        "dead_letter",
-        "bind",
-        "purge",
-        "take_delayed",
-    )
+    "fetch": script(*_PRELUDES, "due_prelude", "home_prelude", "lease_fetch"),
+    "bind": script(*_PRELUDES, "home_prelude", "lease_bind"),
+    **{
+        name: script(*_PRELUDES, "budget_prelude", "usage_prelude", "final_writes_prelude", f"lease_{name}")
+        for name in _ENDINGS
+    },
+    **{
+        name: script(*_PRELUDES, f"lease_{name}")
+        for name in (
+            "wake",
+            "renew",
+            "requeue",
+            "postpone",
+            "reap",
+            "purge",
+            "take_delayed",
+            "regrant",
+        )
+    },
 }
 
 
-@dataclass(frozen=True, slots=True)
-class LeasedMessage:
-    """A fetched message, byte for byte, with its lease."""
-
-    lease_id: str
-    list_name: str
-    body: bytes = field(repr=False)
-    deliveries: int  # 1 the first time
-    over_quota: int = 0
-    """The tenant's quota, if this message exceeds it and has to be refused; else 0."""
-    bound_id: str | None = None
-    """The request id that is bound to it; None if the scripts could not read one."""
-    waited: float | None = field(default=None, compare=False)
-    """Seconds by Redis's clock since the message was first sorted, or since it became due if it was postponed; None
-    if a worker of an earlier version sorted it."""
-    step: int = 0
-    """Priority step at which it was taken: that of its list, or a lower one (0 is served first) if it had aged."""
-    preemptions: int = 0
-    """How often it was returned to the queue to make room for a message of a higher priority."""
-    choices: int = 1
-    """Number of choices, from its header or from a worker that has decoded it."""
-
-
 class Leases:
-    """One process's leases in one Redis database; used by one thread only.
+    """One process's leases of queues in one Redis database; used by one thread only.
 
     It outlives every connection: a settlement that fails is pending, and `tick` retries it. `on_lost` is called with
     the object that `hold` got for each lost lease. `on_dead_letter` is called with each message that this process makes
     a dead letter, and `on_refused` with the reason when messages cannot be taken or returned. `on_offered` is called
     when a fetch has left messages to the holders of their conversations, with the seconds after which any worker may
-    take the first of them. This worker has to fetch again then, because the holder may be dead.
+    take all of them. This worker has to fetch again then, because the holder may be dead. `on_due` is called when
+    a fetch has left messages with a due time, with the seconds until one of them must start. This worker has to fetch
+    again then. `token_seconds` returns the time in which one request gets one token, or None if it is not measured.
     """
 
     def __init__(
@@ -111,9 +100,11 @@ class Leases:
         lease_seconds: float,
         delivery_limit: int,
         fair_share: FairShare | None = None,
+        usage_days: int = 0,
+        result_seconds: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client: Final = client
+        self.client: Final = client
         self._fair_share: Final = fair_share or FairShare()
         self._prefixes: Final[dict[str, None]] = {}
         """Prefixes of the latest messages, the newest last."""
@@ -124,21 +115,32 @@ class Leases:
         self.on_dead_letter: Callable[[DeadLetter], None] = lambda _letter: None
         self.on_refused: Callable[[str], None] = lambda _reason: None
         self.on_offered: Callable[[float], None] = lambda _seconds: None
-        self._lists: Final[dict[str, Sequence[str]]] = {}
-        """By queue that this process serves: its lists."""
-        self.is_reaper = False
-        """Whether this process returns the messages of expired leases, as the only one of a queue."""
+        self.on_due: Callable[[float], None] = lambda _seconds: None
+        self.token_seconds: Callable[[], float | None] = lambda: None
+        self.away_homes: Callable[[], Collection[str]] = tuple
+        """Returns the stream servers that this worker cannot write to. It leaves their messages in the queue."""
+        self._served: Final[dict[str, float]] = {}
+        """By queue that this process serves: when it next tries to become the reaper or the deputy."""
+        self.reaped: Final[set[str]] = set()
+        """The queues of which this process returns the messages of expired leases, as the only one."""
+        self._queues: Final[dict[str, str]] = {}
+        """By lease id of each message that was fetched and is not settled: its queue."""
         self._held: Final[dict[str, Any]] = {}
         self._pending: Final[dict[str, Callable[[], None]]] = {}
-        self._tokens: Final[dict[str, int]] = {}
+        self._endings: Final[dict[str, MessageEnding]] = {}
+        self._kept: Final = usage_days, result_seconds
         self._clock: Final = clock
-        self._tell_credit_from = clock()
-        """When `tell_credit` writes again. Until then Redis knows that there are free slots."""
+        self.slots: Final = FreeSlots(client, self.owner, has_grace=self._fair_share.has_grace, clock=clock)
         self._renewed_at = clock()
         self._reap_from = clock()
-        self._elect_from = clock()
+        self._move_from: Final[dict[str, float]] = {}
+        """By queue: when to look again for messages of an earlier version."""
         self._refused = False
         """A command failed, and Redis has accepted no write since."""
+        self.away_seconds = 0.0
+        """How long the server is left alone after it could not be reached: each try blocks the worker."""
+        self._away_until = -math.inf
+        self._away_because = ""
         self._run: Final = {name: each.bound(client) for name, each in SCRIPTS.items()}
         self._elect: Final = _ELECT.bound(client)
 
@@ -146,15 +148,30 @@ class Leases:
         """Return how many messages are held."""
         return len(self._held)
 
-    def serve(self, queue: str, lists: Sequence[str]) -> None:
+    def serve(self, queue: str) -> None:
         """Be a candidate for the reaper of this queue from now on, see `reap`."""
-        self._lists[queue] = lists
-        self._elect_from = self._clock()
+        self._served[queue] = self._clock()
+
+    @property
+    def away(self) -> str | None:
+        """The queues, the server, and why it could not be reached, while it is left alone; else None."""
+        return self._away_because if self._clock() < self._away_until else None
+
+    def failed(self, error: Exception) -> str:
+        """Leave the server alone for `away_seconds` if it could not be reached. Return the error with its address."""
+        described = f"{', '.join(self._served)} on {address_of(self.client)}: {error}"
+        if self.away_seconds and isinstance(error, CONNECTION_ERRORS):
+            self._away_until, self._away_because = self._clock() + self.away_seconds, described
+        return described
+
+    def has(self, lease_id: str) -> bool:
+        """Return whether the message was fetched by this object and is not settled."""
+        return lease_id in self._queues
 
     def fetch(
         self, lists: Sequence[str], count: int, *, taken_from: int | None = None, split_from: int | None = None
     ) -> list[LeasedMessage]:
-        """Lease messages with up to `count` choices in all, from the first lists that have messages.
+        """Lease messages with up to `count` choices in all, from the first lists of one queue that have messages.
 
         All new messages are sorted first, so that many messages of one tenant cannot hide those of another. Messages
         over a tenant's quota are returned in addition to `count`. If the reply is lost, the messages return to the
@@ -171,18 +188,30 @@ class Leases:
         return [message for messages in rounds for message in messages]
 
     def fetch_in_rounds(
-        self, lists: Sequence[str], count: int, *, taken_from: int | None = None, split_from: int | None = None
-    ) -> Iterator[list[LeasedMessage]]:
-        """Fetch like `fetch`, one script at each step, so that an event loop can do other work between the scripts."""
+        self,
+        lists: Sequence[str],
+        count: int,
+        *,
+        taken_from: int | None = None,
+        split_from: int | None = None,
+        served: int | None = None,
+    ) -> Generator[list[LeasedMessage], None, int]:
+        """Fetch like `fetch`, one script at each step, so that an event loop can do other work between the scripts.
+
+        With `served`, only messages that wait in the first `served` lists are taken. Returns the number of the first
+        later list that has messages; 0 if there is none.
+        """
         self._renew_if_late()
-        policy = self._fair_share.packed(self._prefixes)
+        first_unserved = 0
+        policy = self._packed_policy()
         unsorted, rounds_left, num_messages, problem = 1, _SORT_ROUNDS, 0, ""
         while unsorted:
             is_to_sort = rounds_left > 0 and num_messages < _REFUSED_AT_ONCE and not problem
             rounds_left -= 1
             messages: list[LeasedMessage] = []
             mode = "sort" if is_to_sort else ""
-            unsorted, found = self._fetch_once(lists, count, policy, mode, messages, taken_from, split_from)
+            limits = (taken_from, split_from, served)
+            unsorted, found, first_unserved = self._fetch_once(lists, count, policy, mode, messages, limits)
             problem = problem or found
             num_messages += len(messages)
             for message in messages:
@@ -193,68 +222,57 @@ class Leases:
             raise redis.ResponseError(problem)
         if problem:
             self.on_refused(problem)
+        return first_unserved
 
     @property
     def has_grace(self) -> bool:
         """Whether messages wait for the holder of their conversation. Then this worker waits for its own token, too."""
         return self._fair_share.has_grace
 
-    def tell_credit(self, queues: Iterable[str], slots: int) -> None:
-        """With a prefix grace, let messages of this worker's conversations wait for it, as it has free slots.
-
-        To be called whenever the worker begins to wait: it writes only every two seconds, or after a fetch that has
-        filled all slots. Does nothing if Redis refuses to write: then the messages do not wait. Other errors of Redis
-        pass through.
-        """
-        if self.has_grace and self._clock() >= self._tell_credit_from:
-            self._tell_credit_from = self._clock() + _CREDIT_SECONDS
-            with suppress(redis.ResponseError):
-                for queue in queues:
-                    self._client.set(credit_key(queue, self.owner), slots, px=CREDIT_MILLISECONDS)
-
-    def withdraw_credit(self, queue: str) -> None:
-        """Let no message wait for this worker, as it cannot fetch. Redis's errors pass through."""
-        self._tell_credit_from = self._clock()
-        self._client.delete(credit_key(queue, self.owner))
-
-    def wake_up_again(self, queue: str) -> None:
-        """Create this worker's own wake-up token again, because it could not fetch yet. Redis's errors pass through."""
-        key = holder_wake_up_key(queue, self.owner)
-        with self._client.pipeline(transaction=True) as commands:
-            commands.lpush(key, "1")
-            commands.pexpire(key, CREDIT_MILLISECONDS)
-            commands.execute()
-
     def wake(self, lists: Sequence[str]) -> None:
-        """Let the messages that wait in these lists wake another worker. Redis's errors pass through.
+        """Let the messages that wait in these lists of one queue wake another worker. Redis's errors pass through.
 
         A worker that a message or the wake-up token woke calls it if it cannot fetch: no other worker was woken.
         """
-        self._run["wake"](list=lists)
+        self._run["wake"](queue=queue_of(lists[0]), list=lists)
 
-    def bind(self, message: LeasedMessage, request_id: object) -> bool:
-        """Bind the request id to the message. Return False if it is bound to another one. Redis's errors pass through.
+    def bind(self, message: LeasedMessage, request_id: object) -> str | None:
+        """Bind the request id to the message. Return the stream server of the request; '' if it is the main server.
+
+        Returns None if the request id is bound to another message. Redis's errors pass through.
 
         The scripts bind the id when they sort a message, if they can read it. This call is for the other messages, and
         for those that a worker of an earlier version sorted. `request_id` is the id in the decoded message, and
         replaces what the scripts have read.
         """
         if not isinstance(request_id, str) or request_id == message.bound_id:
-            return True
-        return bool(self._run["bind"](self.owner, message.lease_id, request_id))
+            return message.home
+        queue = queue_of(message.list_name)
+        is_bound, home = self._run["bind"](self.owner, message.lease_id, request_id, queue=queue)
+        return home.decode() if is_bound else None
+
+    def regrant(self, lease_id: str, at_least: int) -> Grant | None:
+        """Give the lease a number above `at_least`; None if it is lost. Redis's errors pass through.
+
+        For a claim that its stream has refused as stale: `at_least` is the number of the stream's last attempt.
+        """
+        return Grant.of(self._run_on("regrant", lease_id, at_least), self.owner, lease_id)
 
     def sort(self, lists: Sequence[str]) -> None:
-        """Sort new messages while there is no room to take them. Redis's errors pass through.
+        """Sort new messages of one queue while there is no room to take them. Redis's errors pass through.
 
         If its producer gives no enqueue time, a message's age counts from the time at which it is first sorted.
         """
-        policy = self._fair_share.packed(self._prefixes)
+        policy = self._packed_policy()
         for _ in range(_SORT_ONLY_ROUNDS):
-            unsorted, problem = self._fetch_once(lists, 0, policy, "sort only", [])
+            unsorted, problem, _ = self._fetch_once(lists, 0, policy, "sort only", [])
             if problem:
                 raise redis.ResponseError(problem)
             if not unsorted:
                 return
+
+    def _packed_policy(self) -> bytes:
+        return self._fair_share.packed(self._prefixes, self.token_seconds(), self.away_homes())
 
     def _fetch_once(
         self,
@@ -263,42 +281,55 @@ class Leases:
         policy: bytes,
         mode: str,
         messages: list[LeasedMessage],
-        taken_from: int | None = None,
-        split_from: int | None = None,
-    ) -> tuple[int, str]:
+        limits: tuple[int | None, int | None, int | None] = (None, None, None),
+    ) -> tuple[int, str, int]:
         """Run one script and append the messages that it leases to `messages`.
 
-        Returns how many messages are left unsorted, and the problem that blocks messages, or ''.
+        Returns how many messages are left unsorted, the problem that blocks messages, or '', and the number of the
+        first list that was not served and has messages, or 0.
         """
-        limits = ("" if limit is None else limit for limit in (taken_from, split_from))
-        leased, dead, unsorted, problem, retry_after = self._run["fetch"](
-            count, self.owner, self.lease_seconds, self.delivery_limit, policy, mode, *limits, list=lists
+        queue = queue_of(lists[0])
+        given = ("" if limit is None else limit for limit in limits)
+        leased, dead, unsorted, problem, retry_after, first_unserved, due_after = self._run["fetch"](
+            count, self.owner, self.lease_seconds, self.delivery_limit, policy, mode, *given, queue=queue, list=lists
         )
         if retry_after:
             self.on_offered(int(retry_after) / 1e6)
-        for list_name, body, deliveries, reason, bound_id in dead:
-            letter = DeadLetter(reason.decode(), list_name.decode(), deliveries, body, bound_id=_id_of(bound_id))
+        if due_after:
+            self.on_due(int(due_after) / 1e6)
+        for list_name, body, deliveries, reason, bound_id, home in dead:
+            facts = (reason.decode(), list_name.decode(), deliveries, body)
+            letter = DeadLetter(*facts, bound_id=id_of(bound_id), home=home.decode())
             self._report_dead(letter)
-        messages += [_leased_message(fields) for fields in leased]
+        messages += [leased_message(fields, self.owner) for fields in leased]
+        self._queues.update({message.lease_id: queue for message in messages})
         if not unsorted and sum(message.choices for message in messages if not message.over_quota) >= count:
-            self._tell_credit_from = self._clock()  # the script has withdrawn it
-        return unsorted, problem.decode(errors="replace")
+            self.slots.filled(queue)
+        return unsorted, problem.decode(errors="replace"), first_unserved
 
     def take_delayed(self, lists: Sequence[str], count: int) -> list[LeasedMessage]:
         """Lease up to `count` delayed messages of one queue. Redis's errors pass through."""
-        taken = self._run["take_delayed"](count, self.owner, self.lease_seconds, list=lists)
-        return [LeasedMessage(lease_id.decode(), name.decode(), body, 0) for lease_id, name, body in taken]
+        queue = queue_of(lists[0])
+        taken = self._run["take_delayed"](count, self.owner, self.lease_seconds, queue=queue, list=lists)
+        messages = []
+        for raw_id, name, body, number, home in taken:
+            lease_id = raw_id.decode()
+            grant = Grant.of(number, self.owner, lease_id)
+            messages.append(LeasedMessage(lease_id, name.decode(), body, 0, grant=grant, home=home.decode()))
+        self._queues.update({message.lease_id: queue for message in messages})
+        return messages
 
     def purge(self, lists: Sequence[str]) -> int:
         """Delete the waiting messages of one queue that are sorted; return how many. Redis's errors pass through."""
         purged = 0
-        while deleted := self._run["purge"](_PURGED_AT_ONCE, list=lists):
+        while deleted := self._run["purge"](_PURGED_AT_ONCE, queue=queue_of(lists[0]), list=lists):
             purged += deleted
         return purged
 
     def hold(self, lease_id: str, held: Any) -> None:
         """Renew this lease from now on. `on_lost` is called with `held` if the lease is lost."""
         self._held[lease_id] = held
+        self._endings.setdefault(lease_id, MessageEnding())
 
     def remember_prefix(self, prefix: object) -> None:
         """Record the `prefix` header of a message. With prefix affinity, later fetches prefer messages that have it."""
@@ -316,17 +347,35 @@ class Leases:
 
     def let_go(self, lease_id: str) -> None:
         """Stop renewing this lease. When it expires, the message returns to the queue. The delivery stays counted."""
-        self._held.pop(lease_id, None)
-        self._tokens.pop(lease_id, None)
+        self._stop_renewing(lease_id)
+        self._queues.pop(lease_id, None)
 
-    def cost(self, lease_id: str, tokens: int) -> None:
-        """Set how many tokens of prompt and output the message cost. `ack` charges them to its tenant."""
-        if lease_id in self._held:
-            self._tokens[lease_id] = tokens
+    def _stop_renewing(self, lease_id: str) -> None:
+        self._held.pop(lease_id, None)
+        self._endings.pop(lease_id, None)
+
+    def cost(self, lease_id: str, tokens: int, entry: UsageEntry | None = None) -> None:
+        """Set how many tokens of prompt and output the message cost. `ack` charges them to its tenant.
+
+        `ack` and `dead_letter` add the entry to the usage ledger, and release the API key's reservation. None:
+        the message is not counted.
+        """
+        if (ending := self._endings.get(lease_id)) is not None:
+            ending.tokens, ending.entry = tokens, b"" if entry is None else entry.packed(*self._kept)
+
+    def send(self, lease_id: str, writes: FinalWrites) -> None:
+        """Let the script that settles the message make these writes. Any thread may call it."""
+        # It makes no ending: if the lease is lost meanwhile, nobody would remove it.
+        if (ending := self._endings.get(lease_id)) is not None:
+            ending.writes = writes
 
     def ack(self, lease_id: str) -> None:
         """Acknowledge the message: it is done. If Redis fails, `tick` retries."""
-        self._settle_by("ack", lease_id, self._tokens.get(lease_id, ""))
+        ending = self._endings.get(lease_id, _NO_ENDING)
+        args = ending.tokens, ending.entry
+        self._settle(
+            lease_id, lambda: self._expect_owned(self._run_on("ack", lease_id, *args, send=ending.writes), "ack")
+        )
 
     def requeue(
         self, lease_id: str, *, is_counted: bool = False, is_preempted: bool = False, choices: int | None = None
@@ -350,25 +399,33 @@ class Leases:
     def dead_letter(self, lease_id: str, why: DeadLetterReason, detail: str = "") -> None:
         """Make the message a dead letter with this reason and detail. If Redis fails, `tick` retries."""
         reason = why.saying(detail) if detail else str(why)
+        ending = self._endings.get(lease_id, _NO_ENDING)
 
         def dead_letter() -> None:
-            moved = self._run["dead_letter"](self.owner, lease_id, reason)
+            moved = self._run_on("dead_letter", lease_id, reason, ending.entry, send=ending.writes)
             self._expect_owned(bool(moved), "dead_letter")
             if moved:
-                list_name, body, deliveries, bound_id = moved
-                letter = DeadLetter(reason, list_name.decode(), deliveries, body, bound_id=_id_of(bound_id))
+                list_name, body, deliveries, bound_id, home = moved
+                facts = (reason, list_name.decode(), deliveries, body)
+                letter = DeadLetter(*facts, bound_id=id_of(bound_id), home=home.decode())
                 self._report_dead(letter)
 
         self._settle(lease_id, dead_letter)
 
     def tick(self) -> None:
-        """Renew the held leases and retry the pending settlements. Call it after every third of `lease_seconds`."""
+        """Renew the held leases and retry the pending settlements. Call it after every third of `lease_seconds`.
+
+        A server that is away is tried all the same, until the leases there have expired.
+        """
+        if self.away and self._clock() - self._renewed_at > self.lease_seconds:
+            return
         try:
             self._renew_held()
             self._retry_pending()
         except REDIS_ERRORS as error:
             self._refused = True
-            logger.warning("leases not renewed: %s; %d held, %d pending", error, len(self._held), len(self._pending))
+            num = len(self._held), len(self._pending)
+            logger.warning("leases not renewed: %s; %d held, %d pending", self.failed(error), *num)
 
     def _retry_pending(self) -> None:
         """Retry each pending settlement. Raises only if the server cannot be reached."""
@@ -382,75 +439,127 @@ class Leases:
                 refusal = error
             else:
                 self._pending.pop(lease_id, None)
+                self._queues.pop(lease_id, None)
         if refusal is not None:
             logger.warning("%d settlement(s) still pending, last error: %s", len(self._pending), refusal)
 
-    def reap(self) -> int:
-        """Return messages of expired leases to their queues; return how many. Redis's errors pass through.
+    def reap(self, *queues: str) -> int:
+        """Return messages of expired leases to their queues; return how many.
 
-        One call returns 500 messages at most. It also checks a few stored messages, and returns those that are neither
-        leased nor waiting. If messages wait in the queues of `serve`, it wakes a worker, because the one that they woke
+        A key of the wrong type is reported, and the other queues are reaped. Redis's other errors pass through.
+
+        Without arguments it does so for the queues of `serve`. One worker is the reaper of a queue, and the calls of
+        the others do nothing. If the reaper does not call this for `keys.REAPER_MILLISECONDS`, its deputy is the
+        reaper. Both renew their rights by each call. The others look only once in `keys.ELECTION_SECONDS` whether one
+        of the two is missing. With arguments it does so for these queues in any case.
+
+        One call returns 500 messages of a queue at most. It also checks a few stored messages, and returns those that
+        are neither leased nor waiting. If messages wait in the queue, it wakes a worker, because the one that they woke
         may have died.
-
-        One worker a queue is the reaper, and the calls of the others do nothing. If the reaper does not call this for
-        `keys.REAPER_MILLISECONDS`, its deputy is the reaper. Both renew their rights by each call. The others look only
-        once in `keys.ELECTION_SECONDS` whether one of the two is missing. A process that serves no queue always reaps.
         """
         try:
             if self._refused:
-                self._renew_held()  # the outage is over only when Redis accepts this
+                self._renew_held(queues)  # the outage is over only when Redis accepts this
                 self.pause_reaping()
-            lists = [name for lists in self._lists.values() for name in lists]
-            self.is_reaper = False
+            self.reaped.clear()
             if self._clock() < self._reap_from:  # another worker may be able to reap
-                self.wake(lists)
+                self._for_each(queues or self._served, lambda queue: self.wake(queue_lists(queue)))
                 return 0
-            if self._lists and not self._is_elected():
-                return 0
-            self.is_reaper = True
-            self._renew_if_late()
-            reaped, problem, orphans = self._run["reap"](_REAPED_AT_ONCE, list=lists)
-        except REDIS_ERRORS:
+            reaped: list[int] = []
+            self._for_each(queues or self._served, lambda queue: reaped.append(self._reap(queue, is_due=bool(queues))))
+            return sum(reaped)
+        except REDIS_ERRORS as error:
             self._refused = True
+            self.failed(error)
             raise
+
+    def _for_each(self, queues: Iterable[str], do: Callable[[str], None]) -> None:
+        """Do it for each queue. A key of the wrong type is reported, and the other queues are served.
+
+        An error of the whole server is raised: at once if it cannot be reached, else at the end.
+        """
+        fault = None
+        for queue in queues:
+            try:
+                do(queue)
+            except redis.ResponseError as error:
+                fault = error if is_fault_of_server(error) else fault
+                logger.warning("leases of queue %s not served: %s", queue, error)
+                self.on_refused(str(error))
+        if fault is not None:
+            raise fault
+
+    def _reap(self, queue: str, *, is_due: bool) -> int:
+        """Reap if this process is the reaper of the queue, or `is_due`."""
+        if not is_due and not self._is_elected(queue):
+            return 0
+        self.reaped.add(queue)
+        self._renew_if_late()
+        self._move_older(queue)
+        reaped, problem, orphans = self._run["reap"](_REAPED_AT_ONCE, queue=queue, list=queue_lists(queue))
         if reaped:
-            logger.warning("returned %d message(s) of expired leases to their queues", reaped)
+            logger.warning("returned %d message(s) of expired leases to queue %s", reaped, queue)
         if orphans:
-            logger.warning("returned %d message(s) to their queues that were neither leased nor waiting", orphans)
+            logger.warning("returned %d message(s) to queue %s that were neither leased nor waiting", orphans, queue)
         if problem:
-            logger.warning(
-                "messages of expired leases not returned to their queues: %s", problem.decode(errors="replace")
-            )
-            self.on_refused(problem.decode(errors="replace"))
+            problem = problem.decode(errors="replace")
+            logger.warning("messages of expired leases not returned to queue %s: %s", queue, problem)
+            self.on_refused(problem)
         return int(reaped)
 
-    def _is_elected(self) -> bool:
-        """Return whether this process is the reaper of one of its queues."""
-        if self._clock() < self._elect_from:
+    def _move_older(self, queue: str) -> None:
+        """Move messages that workers of an earlier version have sorted, for some milliseconds."""
+        until = time.monotonic() + _MOVING_SECONDS
+        try:
+            while self._clock() >= self._move_from.get(queue, -math.inf) and time.monotonic() < until:
+                if not move_queue(self.client, queue):
+                    self._move_from[queue] = self._clock() + ELECTION_SECONDS
+        except redis.ResponseError as error:
+            logger.warning("messages of an earlier version not moved to queue %s: %s", queue, error)
+            self._move_from[queue] = self._clock() + ELECTION_SECONDS
+            self.on_refused(str(error))
+
+    def _is_elected(self, queue: str) -> bool:
+        """Return whether this process is the reaper of the queue."""
+        if self._clock() < self._served[queue]:
             return False
-        reaped, deputised = self._elect(
-            self.owner, reaper=[*map(reaper_key, self._lists)], deputy=[*map(deputy_key, self._lists)]
-        )
-        if not (reaped or deputised):
-            self._elect_from = self._clock() + ELECTION_SECONDS
-        return bool(reaped)
+        role = self._elect(self.owner, queue=queue)
+        if role == _NO_ROLE:
+            self._served[queue] = self._clock() + ELECTION_SECONDS
+        return bool(role == _REAPER)
 
     def pause_reaping(self) -> None:
         """Reap nothing for the time of a lease: after an outage, the other workers need time to renew theirs."""
         self._refused = False
         self._reap_from = self._clock() + self.lease_seconds
 
-    def _settle_by(self, action: str, lease_id: str, *args: str | float) -> None:
+    def _settle_by(self, action: str, lease_id: str, *args: str | bytes | float) -> None:
         """Settle the message by the script of this name."""
-        self._settle(lease_id, lambda: self._expect_owned(self._run[action](self.owner, lease_id, *args), action))
+        self._settle(lease_id, lambda: self._expect_owned(self._run_on(action, lease_id, *args), action))
+
+    def _run_on(self, action: str, lease_id: str, *args: str | bytes | float, send: FinalWrites | None = None) -> Any:
+        """Run the script of this name on one message. Return 0 if this object no longer has the message."""
+        queue = self._queues.get(lease_id)
+        if queue is None:
+            return 0
+        if send is None:
+            return self._run[action](self.owner, lease_id, *args, queue=queue)
+        keys, writes = send.arguments()
+        return self._run[action](self.owner, lease_id, *args, *writes, queue=queue, key=keys)
 
     def _settle(self, lease_id: str, settle: Callable[[], None]) -> None:
-        self.let_go(lease_id)
+        self._stop_renewing(lease_id)
+        if self.away:
+            self._pending[lease_id] = settle
+            return
         try:
             settle()
         except REDIS_ERRORS as error:
             self._pending[lease_id] = settle
-            logger.warning("lease %s not settled yet: %s; %d pending", lease_id, error, len(self._pending))
+            num = len(self._pending)
+            logger.warning("lease %s not settled yet: %s; %d pending", lease_id, self.failed(error), num)
+        else:
+            self._queues.pop(lease_id, None)
 
     def _expect_owned(self, owned: int, action: str) -> None:
         if not owned:
@@ -461,32 +570,31 @@ class Leases:
         if self._clock() - self._renewed_at > self.lease_seconds / 2:
             self._renew_held()
 
-    def _renew_held(self) -> None:
-        if self._held or self._refused:  # the script writes even if there is nothing to renew
-            for lease_id in self._run["renew"](self.owner, self.lease_seconds, *self._held):
-                self._drop_lost(lease_id.decode())
+    def _renew_held(self, queues: Iterable[str] = ()) -> None:
+        held: dict[str, list[str]] = {}
+        for lease_id in list(self._held):
+            if lease_id in self._queues:
+                held.setdefault(self._queues[lease_id], []).append(lease_id)
+            else:
+                self._drop_lost(lease_id)
+        # the script writes even if there is nothing to renew
+        renewed = dict.fromkeys([*held, *((queues or self._served) if self._refused else ())])
+        self._for_each(renewed, lambda queue: self._renew(queue, held.get(queue, ())))
         self._renewed_at = self._clock()
+
+    def _renew(self, queue: str, lease_ids: Iterable[str]) -> None:
+        for lease_id in self._run["renew"](self.owner, self.lease_seconds, *lease_ids, queue=queue):
+            self._drop_lost(lease_id.decode())
+            self._queues.pop(lease_id.decode(), None)
 
     def _drop_lost(self, lease_id: str) -> None:
         if lease_id in self._held:
             logger.warning("lease %s lost: another worker may have the message", lease_id)
             held = self._held[lease_id]
-            self.let_go(lease_id)
+            self._stop_renewing(lease_id)
             self.on_lost(held)
 
     def _report_dead(self, letter: DeadLetter) -> None:
         about = (letter.queue, letter.deliveries, letter.reason, letter.described)
         logger.error("dead letter in %s after %d deliveries: %s; %s", *about)
         self.on_dead_letter(letter)
-
-
-def _id_of(bound_id: bytes) -> str | None:
-    return bound_id.decode(errors="replace") or None
-
-
-def _leased_message(fields: Sequence[Any]) -> LeasedMessage:
-    lease_id, name, body, deliveries, quota, bound_id, waited, taken_from, preemptions, choices = fields
-    since = int(waited) / 1e6 if waited else None
-    step = step_of(taken_from.decode())
-    name, bound_id = name.decode(), _id_of(bound_id)
-    return LeasedMessage(lease_id.decode(), name, body, deliveries, quota, bound_id, since, step, preemptions, choices)

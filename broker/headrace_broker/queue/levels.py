@@ -6,7 +6,7 @@ it to its tenant's sorted set.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, Literal
@@ -14,7 +14,6 @@ from typing import Any, Final, Literal
 import redis
 
 from headrace_broker.keys import (
-    PRIORITY_SEPARATOR,
     arrived_key,
     delayed_key,
     delayed_tenants_key,
@@ -26,6 +25,8 @@ from headrace_broker.keys import (
     waiting_key,
 )
 from headrace_broker.scripts import script
+from headrace_broker.server.connections import CONNECTION_ERRORS, address_of
+from headrace_broker.server.queue_servers import ClientOf, client_of_queue
 from headrace_wire.codes import PRIORITY_STEPS
 
 _LEVELS: Final = script("key_checks", "queue_levels")
@@ -57,7 +58,8 @@ class QueueLevels:
     oldest_age_clock: Literal["producer", "redis"] | None = None
     """How the age was measured: from the producer's clock to Redis's, or by Redis's alone."""
     problem: str | None = None
-    """Why workers get no messages: a key of the queue has the wrong type, and counts as empty."""
+    """Why workers get no messages: a key of the queue has the wrong type, and counts as empty. Or its server is away,
+    and all numbers are 0."""
 
     @property
     def num_ready(self) -> int:
@@ -100,49 +102,69 @@ class Backlog:
 class QueueLevelReader:
     """Reads levels repeatedly. Redis's errors pass through.
 
-    It counts the dead letters again only when they have changed.
+    It counts the dead letters of a queue again only when they have changed.
+
+    Args:
+        client: the server of all queues, or a function that returns the client of a queue's server.
     """
 
-    def __init__(self, client: "redis.Redis") -> None:
-        self._client: Final = client
-        self._dead: dict[str, Counter[str]] = {}
-        self._dead_mark = b""
+    def __init__(self, client: "redis.Redis | ClientOf") -> None:
+        self._client_of: Final = client_of_queue(client)
+        self._dead: Final[dict[str, tuple[bytes, Counter[str]]]] = {}
+        """By queue: a text that changes with its dead letters, and their number by reason."""
         self._first_seen: dict[str, tuple[bytes, float]] = {}
         """By list: a digest of its oldest unsorted message, and when that was first seen, by Redis's clock."""
 
     def read(self, queues: Iterable[str]) -> dict[str, QueueLevels]:
         """Return the levels of these queues, by name."""
-        queues = list(queues)
-        problems = self._problems(queues)
-        lists = [name for queue in queues for name in queue_lists(queue)]
+        return {queue: self._read_queue(queue) for queue in queues}
+
+    def read_reachable(self, queues: Iterable[str], main: "redis.Redis") -> dict[str, QueueLevels]:
+        """Return the same. A queue whose server is away, unless that is `main`, has a `problem` and zeros."""
+        found: dict[str, QueueLevels] = {}
+        away: dict[redis.Redis, str] = {}
+        for queue in queues:
+            client = self._client_of(queue)
+            try:
+                if client not in away:
+                    found[queue] = self._read_queue(queue)
+                    continue
+            except CONNECTION_ERRORS as error:
+                if client is main:
+                    raise
+                away[client] = f"the queue's server {address_of(client)} is away: {error}"
+            none = dict.fromkeys(PRIORITY_STEPS, 0)
+            found[queue] = QueueLevels(none, 0, 0, {}, None, problem=away[client])
+        return found
+
+    def _read_queue(self, queue: str) -> QueueLevels:
+        client, lists = self._client_of(queue), queue_lists(queue)
+        problem = _problem(client, queue)
         now, mark, counts = _LEVELS.read(
-            self._client,
+            client,
+            queue=queue,
             list=lists,
             arrived=[*map(arrived_key, lists)],
             sorted_ids=[*map(sorted_ids_key, lists)],
             held=[*map(held_key, lists)],
             delayed=[*map(delayed_key, lists)],
         )
-        if mark != self._dead_mark:
-            self._dead, self._dead_mark = self._count_dead(), mark
-        levels = {}
-        for position, queue in enumerate(queues):
-            of_lists = counts[position * len(PRIORITY_STEPS) : (position + 1) * len(PRIORITY_STEPS)]
-            unsorted, is_sorted, held, delayed, run_out, *enqueue_times, marks, since = zip(*of_lists, strict=True)
-            seen = [self._seen(name, mark, float(now)) for name, mark in zip(queue_lists(queue), marks, strict=True)]
-            seen += [int(microseconds) / 1e6 if microseconds else None for microseconds in since]
-            age, clock = _oldest_age(float(now), chain.from_iterable(enqueue_times), seen)
-            levels[queue] = QueueLevels(
-                ready=dict(zip(PRIORITY_STEPS, map(sum, zip(unsorted, is_sorted, strict=True)), strict=True)),
-                leased=sum(held) + sum(delayed),
-                run_out=sum(run_out),
-                dead=self._dead.get(queue, Counter()),
-                oldest_age_seconds=age,
-                oldest_age_clock=clock,
-                delayed=sum(delayed),
-                problem=problems.get(queue),
-            )
-        return levels
+        if self._dead.get(queue, (b"",))[0] != mark:
+            self._dead[queue] = mark, _count_dead(client, queue)
+        unsorted, is_sorted, held, delayed, run_out, *enqueue_times, marks, since = zip(*counts, strict=True)
+        seen = [self._seen(name, first, float(now)) for name, first in zip(lists, marks, strict=True)]
+        seen += [int(microseconds) / 1e6 if microseconds else None for microseconds in since]
+        age, clock = _oldest_age(float(now), chain.from_iterable(enqueue_times), seen)
+        return QueueLevels(
+            ready=dict(zip(PRIORITY_STEPS, map(sum, zip(unsorted, is_sorted, strict=True)), strict=True)),
+            leased=sum(held) + sum(delayed),
+            run_out=sum(run_out),
+            dead=self._dead[queue][1],
+            oldest_age_seconds=age,
+            oldest_age_clock=clock,
+            delayed=sum(delayed),
+            problem=problem,
+        )
 
     def _seen(self, list_name: str, mark: bytes, now: float) -> float | None:
         """Return when the message with this digest was first seen at the head of the list; None if that is now."""
@@ -151,27 +173,24 @@ class QueueLevelReader:
         self._first_seen[list_name] = (mark, now)
         return None
 
-    def _problems(self, queues: Sequence[str]) -> dict[str, str]:
-        """Return the problem of each queue that has a key of the wrong type."""
-        checked = [(queue, key, kind) for queue in queues for key, kind in queue_key_types(queue).items()]
-        kinds = [kind for _, _, kind in checked]
-        wrong = _WRONG_KEYS.read(self._client, *kinds, key=[key for _, key, _ in checked])
-        return {
-            checked[index][0]: problem.decode(errors="replace")
-            for index, problem in zip(wrong[::2], wrong[1::2], strict=True)
-        }
 
-    def _count_dead(self) -> dict[str, Counter[str]]:
-        """Count by queue and reason. If the letters change meanwhile, the next `read` notices it and counts again."""
-        by_queue: dict[str, Counter[str]] = {}
-        num_counted, bytes_read, is_more = 0, 0, True
-        while is_more and bytes_read < _DEAD_BYTES_READ:
-            counted, num_bytes, dead = _DEAD_LEVELS.read(self._client, str(num_counted))
-            for name, reason, count in zip(dead[0::3], dead[1::3], dead[2::3], strict=True):
-                queue = name.decode(errors="replace").partition(PRIORITY_SEPARATOR)[0]
-                by_queue.setdefault(queue, Counter())[reason.decode(errors="replace")] += count
-            is_more, num_counted, bytes_read = counted > num_counted, counted, bytes_read + num_bytes
-        return by_queue
+def _problem(client: "redis.Redis", queue: str) -> str | None:
+    """Return the problem of a queue that has a key of the wrong type."""
+    types = queue_key_types(queue)
+    wrong = _WRONG_KEYS.read(client, *types.values(), key=[*types])
+    return wrong[-1].decode(errors="replace") if wrong else None
+
+
+def _count_dead(client: "redis.Redis", queue: str) -> Counter[str]:
+    """Count by reason. If the letters change meanwhile, the next `read` notices it and counts again."""
+    counts: Counter[str] = Counter()
+    num_counted, bytes_read, is_more = 0, 0, True
+    while is_more and bytes_read < _DEAD_BYTES_READ:
+        counted, num_bytes, dead = _DEAD_LEVELS.read(client, str(num_counted), queue=queue)
+        for reason, count in zip(dead[0::2], dead[1::2], strict=True):
+            counts[reason.decode(errors="replace")] += count
+        is_more, num_counted, bytes_read = counted > num_counted, counted, bytes_read + num_bytes
+    return counts
 
 
 def read_tenant_level(client: "redis.Redis", queue: str, tenant: str, *, of_interest: int) -> Backlog:

@@ -65,10 +65,11 @@ def check_envelope(payload: dict[str, Any]) -> None:
         raise MalformedMessageError("its body is not valid Unicode: it holds lone surrogates")
 
 
-def content_digest(payload: Mapping[str, Any]) -> str:
-    """Return a digest of 32 hex digits of a message's encoded body, task and tenant.
+def content_digest(payload: Mapping[str, Any], queue: str) -> str:
+    """Return 48 hex digits: 32 of a digest of a message's encoded body, task and tenant, and 16 of one of its queue.
 
-    A client that sends a request again writes another envelope (times, tags, priority) with the same content.
+    A client that sends a request again writes another envelope (times, tags, priority) with the same content. Workers
+    of an earlier version have only the first 32 digits. Without a queue ('', if it is unknown), so does this function.
     """
     headers = payload.get("headers")
     named = [headers.get(name) for name in ("task", "tenant")] if isinstance(headers, Mapping) else []
@@ -76,7 +77,9 @@ def content_digest(payload: Mapping[str, Any]) -> str:
     body = payload.get("body")
     digest = hashlib.blake2b(json.dumps(named).encode(), digest_size=16)
     digest.update((body if isinstance(body, str) else json.dumps(body)).encode(errors="replace"))
-    return digest.hexdigest()
+    return digest.hexdigest() + (
+        hashlib.blake2b(queue.encode(errors="replace"), digest_size=8).hexdigest() if queue else ""
+    )
 
 
 def legible_envelope(raw: bytes) -> dict[str, Any]:
@@ -121,7 +124,7 @@ def _from_protocol_1(payload: dict[str, Any]) -> None:
         )
     content_type = payload.get("content-type")
     try:
-        body = loads(_body(payload), content_type)  # type: ignore[arg-type]  # checked there
+        body = loads(body_of(payload), content_type)  # type: ignore[arg-type]  # checked there
     except MalformedMessageError:
         return
     if not isinstance(body, dict) or not is_request_id(body.get("id")) or not isinstance(body.get("task"), str):
@@ -134,7 +137,8 @@ def _from_protocol_1(payload: dict[str, Any]) -> None:
     payload["properties"]["body_encoding"] = _BASE64
 
 
-def _body(payload: Mapping[str, Any]) -> bytes | str:
+def body_of(payload: Mapping[str, Any]) -> bytes | str:
+    """Return the body of a checked envelope without its base64. Raises MalformedMessageError."""
     body: str = payload["body"]
     if payload["properties"].get("body_encoding") is None:
         return body

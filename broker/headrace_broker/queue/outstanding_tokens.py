@@ -9,12 +9,10 @@ import redis
 
 from headrace_broker.keys import (
     arrived_key,
-    costs_key,
     delayed_key,
     held_key,
     queue_lists,
     sorted_ids_key,
-    waiting_key,
 )
 from headrace_broker.scripts import script
 
@@ -35,9 +33,7 @@ def read_outstanding_tokens(client: "redis.Redis", queue: str) -> dict[str, floa
     lists = queue_lists(queue)
     tokens = _OUTSTANDING_TOKENS.read(
         client,
-        queue,
-        waiting=waiting_key(queue),
-        costs=costs_key(queue),
+        queue=queue,
         list=lists,
         arrived=[*map(arrived_key, lists)],
         sorted_ids=[*map(sorted_ids_key, lists)],

@@ -14,7 +14,8 @@ import math
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from queue import Empty
 from types import MappingProxyType
@@ -24,8 +25,6 @@ import redis
 from kombu.exceptions import OperationalError
 from kombu.transport import redis as kombu_redis
 from kombu.transport import virtual
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from headrace_broker.content import loads
 from headrace_broker.errors import MalformedMessageError, TransportConfigurationError
@@ -35,14 +34,20 @@ from headrace_broker.queue.blocking_wait import (
     WaitPoller,
     holder_wake_up_command,
     wait_command,
+    waiting_pool,
     wake_up_command,
 )
-from headrace_broker.queue.fair_share import ARRIVAL, FairShare
-from headrace_broker.queue.leases import LeasedMessage, Leases
+from headrace_broker.queue.due_timer import DueTimer
+from headrace_broker.queue.earlier_version import move_all
+from headrace_broker.queue.fair_share import ARRIVAL
+from headrace_broker.queue.lease_registry import LeaseRegistry
+from headrace_broker.queue.leased_message import LeasedMessage
 from headrace_broker.queue.loop_turn import Turn
 from headrace_broker.queue.message_envelope import check_envelope, content_digest, open_envelope
+from headrace_broker.queue.qos import QoS
+from headrace_broker.queue.worker_leases import AWAY_SECONDS, WorkerLeases
 from headrace_broker.queue.worker_port import DELIVERY, DeliveryInfo, WorkerPort
-from headrace_broker.server.connections import CONNECTION_ERRORS
+from headrace_broker.server.connections import CONNECTION_ERRORS, REDIS_ERRORS
 from headrace_wire.codes import DeadLetterReason
 
 logger = logging.getLogger(__name__)
@@ -50,91 +55,12 @@ logger = logging.getLogger(__name__)
 _REFUSED_SECONDS: Final = 1.0
 """Pause after a server has refused a command, for example because it is out of memory or read-only."""
 
-_COMMAND_TIMEOUT: Final = 5.0
 _TURN_SECONDS: Final = 0.01
 """Fetched messages are handed over for this long before the event loop does other work."""
 _DEFAULT_PREFETCH_COUNT: Final = 16
 _FITS_NOTHING_SECONDS: Final = 0.5
-"""How long the wake-up token is ignored after all waiting messages had too many choices. New messages end it."""
-
-
-class LeaseRegistry:
-    """The `Leases` of this process, one for each Redis database. They outlive channels, transports and connections."""
-
-    def __init__(self) -> None:
-        self._leases: Final[dict[tuple[Any, ...], Leases]] = {}
-        self._timers: Final[dict[Leases, Any]] = {}
-
-    def of_channel(self, channel: "Channel") -> Leases:
-        parameters = channel._connparams()
-        names = ("host", "port", "path", "db", "username")
-        database = (channel.master_name, *(parameters.get(name) for name in names))
-        if database not in self._leases:
-            parameters |= {"socket_timeout": _COMMAND_TIMEOUT, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
-            client = redis.Redis(connection_pool=channel.make_pool(parameters))
-            self._leases[database] = Leases(
-                client,
-                lease_seconds=channel.lease_seconds,
-                delivery_limit=channel.delivery_limit,
-                fair_share=FairShare(
-                    channel.tenant_weights,
-                    channel.ageing_seconds,
-                    channel.tenant_quota,
-                    channel.prefix_affinity,
-                    channel.tenant_order,
-                    channel.prefix_grace,
-                ),
-            )
-        return self._leases[database]
-
-    def keep_alive(self, leases: Leases, loop: Any) -> None:
-        """Renew the leases now, and from now on by a timer of this event loop."""
-        timer = self._timers.pop(leases, None)
-        if timer is not None:  # the connection was lost, and this is a new one
-            timer.cancel()
-            leases.pause_reaping()
-        leases.tick()
-        self._timers[leases] = loop.call_repeatedly(leases.lease_seconds / 3, leases.tick)
-
-
-class QoS(virtual.QoS):
-    """Passes acknowledgements and rejections of leased messages to `Leases`."""
-
-    # A closing channel requeues nothing: leased messages stay held, and others cannot be sent to a lost server.
-    restore_at_shutdown = False
-
-    def append(self, message: Any, delivery_tag: str) -> None:
-        if self.channel.leased:
-            self.channel.leases.hold(delivery_tag, message)
-        else:
-            super().append(message, delivery_tag)
-
-    def ack(self, delivery_tag: str) -> None:
-        if self.channel.leased:
-            self.channel.leases.ack(delivery_tag)
-        else:
-            super().ack(delivery_tag)
-
-    def reject(self, delivery_tag: str, requeue: bool = False) -> None:
-        if not self.channel.leased:
-            super().reject(delivery_tag, requeue=requeue)
-        elif requeue:
-            self.channel.leases.requeue(delivery_tag, is_counted=True)  # counted: the message caused it
-        else:
-            self.channel.leases.dead_letter(delivery_tag, DeadLetterReason.REJECTED)
-
-    def can_consume(self) -> bool:
-        if self.channel.leased:
-            return bool(not self.channel.hands_over and self.channel.free_slots() > 0)
-        return bool(super().can_consume())
-
-    def restore_visible(self, *_args: Any, **_kwargs: Any) -> None:
-        # kombu's timer calls this on an arbitrary channel, so it must not depend on that channel's queues
-        try:
-            self.channel.leases.reap()
-        except redis.ResponseError as error:
-            logger.warning("expired leases not reaped: %s", error)
-            self.channel.leases.on_refused(str(error))
+"""How long the wake-up token is ignored after a fetch has taken none of the waiting messages: they have too many
+choices, or their stream servers are away. New messages end it."""
 
 
 class Message(virtual.Message):
@@ -160,9 +86,12 @@ class Channel(kombu_redis.Channel):
     tenant_weights: Mapping[str, float] = MappingProxyType({})
     ageing_seconds = 0.0
     tenant_quota = 0
+    queue_urls: Mapping[str, str] = MappingProxyType({})
     prefix_affinity = False
     prefix_grace = 0.0
     tenant_order = ARRIVAL
+    usage_days = 0
+    result_seconds = 0
     preemption_wait_seconds = 0.0
     master_name: str | None = None
     from_transport_options = (
@@ -173,9 +102,12 @@ class Channel(kombu_redis.Channel):
         "tenant_weights",
         "ageing_seconds",
         "tenant_quota",
+        "queue_urls",
         "prefix_affinity",
         "prefix_grace",
         "tenant_order",
+        "usage_days",
+        "result_seconds",
     )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -184,10 +116,14 @@ class Channel(kombu_redis.Channel):
         self.preemptible_slots: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.split_below: Callable[[], int] = lambda: ALL_STEPS
         self._fits_nothing_until = -math.inf
-        """Monotonic time until which all waiting messages are taken to be too large, unless `split_below` changes."""
+        """Monotonic time until which this worker is taken to have no use for the messages that wait."""
         self._preemption_timer: Any = None
+        self._due_timer = DueTimer(self._on_due_time)
         self._waits: dict[tuple[Any, ...], BlockingWait] = {}
-        self._ask_again_at = 0.0
+        self._wait_pools: dict[str, redis.ConnectionPool] = {}
+        """By URL of `queue_urls`."""
+        self._ask_again_at: dict[str, float] = {}
+        """By queue: monotonic time until which it is left alone, because its server refused a command or is away."""
         self._fetched: deque[LeasedMessage] = deque()
         """Fetched, but not handed over yet, so that the event loop can do other work in between."""
         self._parts: Iterator[None] | None = None
@@ -202,16 +138,20 @@ class Channel(kombu_redis.Channel):
             raise TransportConfigurationError(
                 f"global_keyprefix is {self.global_keyprefix!r}, but the lease transport needs an empty one"
             )
-        self.leases: Leases = self.connection.lease_registry.of_channel(self)
+        self.leases: WorkerLeases = self.connection.lease_registry.of_channel(self)
 
     def serve(self, worker: WorkerPort) -> None:
         """Take messages for this worker from now on. Each new connection has a new channel, with the same leases."""
         self.free_slots, self.split_below = worker.free_slots, worker.split_below
         self.preemptible_slots = worker.preemptible_slots
         self.preemption_wait_seconds = worker.preemption_wait_seconds
-        self.leases.on_lost = worker.lease_lost
-        self.leases.on_dead_letter = worker.dead_lettered
-        self.leases.on_refused = worker.refused
+        self.leases.report_to(
+            on_lost=worker.lease_lost,
+            on_dead_letter=worker.dead_lettered,
+            on_refused=worker.refused,
+            token_seconds=worker.token_seconds,
+            away_homes=worker.away_homes,
+        )
 
     def make_pool(self, parameters: dict[str, Any]) -> "redis.ConnectionPool":
         """Return a pool of connections with these kombu parameters."""
@@ -229,8 +169,9 @@ class Channel(kombu_redis.Channel):
                 raise TransportConfigurationError(f"queue {queue} is leased, so its messages must be acknowledged")
             self.leased = leased
             if leased:
-                self.leases.serve(queue, self._lists_of(queue))
-                self.leases.on_offered = self._fetch_after
+                leases = self.leases.of(queue)
+                leases.serve(queue)
+                leases.on_offered, leases.on_due = self._fetch_after, self._fetch_when_due
         return super().basic_consume(queue, no_ack, *args, **kwargs)
 
     def _is_leased(self, queue: str) -> bool:
@@ -247,12 +188,19 @@ class Channel(kombu_redis.Channel):
 
     def _size(self, queue: str) -> int:
         """Return how many messages wait, sorted or not. A key of the wrong type counts as 0, so a worker can start."""
+        size = 0
         try:
-            size: int = super()._size(queue)
-            if self._is_leased(queue):
-                with self.conn_or_acquire() as client:
-                    for name in self._lists_of(queue):
-                        size += client.llen(arrived_key(name)) + client.zcard(sorted_ids_key(name))
+            if not self._is_leased(queue):
+                return int(super()._size(queue))
+            if self.leases.away(queue):
+                return 0
+            client: Any = self.leases.of(queue).client
+            for name in self._lists_of(queue):
+                size += client.llen(name) + client.llen(arrived_key(name)) + client.zcard(sorted_ids_key(name))
+        except CONNECTION_ERRORS as error:
+            if self.leases.is_on_main(queue):
+                raise
+            self.leases.failed(queue, error)
         except redis.ResponseError as error:
             if "WRONGTYPE" not in str(error):
                 raise
@@ -263,11 +211,14 @@ class Channel(kombu_redis.Channel):
         if not self._is_leased(queue):
             return int(super()._purge(queue))
         lists = self._lists_of(queue)
-        with self.conn_or_acquire() as client, client.pipeline() as pipe:
+        leases = self.leases.of(queue)
+        move_all(leases.client, queue)
+        pipe: Any
+        with leases.client.pipeline() as pipe:
             for name in (*lists, *map(arrived_key, lists)):
                 pipe.llen(name).delete(name)
             lengths = pipe.execute()[::2]
-        return sum(lengths) + self.leases.purge(lists)
+        return sum(lengths) + leases.purge(lists)
 
     def _lists_of(self, queue: str) -> list[str]:
         return [self._q_for_pri(queue, step) for step in self.priority_steps]
@@ -277,6 +228,8 @@ class Channel(kombu_redis.Channel):
         self._rounds = None
         self._requeue_fetched()
         super().close()
+        for pool in self._wait_pools.values():
+            pool.disconnect()
 
     def _receive_one(self, subscriber: Any) -> Any:
         """Read a published message, such as a control message. No published message may end the worker."""
@@ -299,40 +252,54 @@ class Channel(kombu_redis.Channel):
 
     def start_waits(self, poller: WaitPoller) -> None:
         """Start to wait for every list and wake-up token."""
-        if self._is_refused():
-            return
-        fits_nothing = time.monotonic() < self._fits_nothing_until and self.split_below() < ALL_STEPS
-        try:
-            for queue in self.active_queues:
-                for name in self._lists_of(queue):
-                    self._wait_for(queue, wait_command(name)).start(poller)
-                if not fits_nothing:  # else all sorted messages have too many choices now
-                    self._wait_for(queue, wake_up_command(queue)).start(poller)
-                if self.leases.has_grace:
-                    self._wait_for(queue, holder_wake_up_command(queue, self.leases.owner)).start(poller)
-            self.leases.tell_credit(self.active_queues, self.free_slots())
-        except redis.ResponseError as error:
-            self._was_refused(error)
+        leaves_some = self.split_below() < ALL_STEPS or self.leases.leaves_some
+        fits_nothing = time.monotonic() < self._fits_nothing_until and leaves_some
+        for queue in self._open_queues():
+            leases = self.leases.of(queue)
+            commands = [*map(wait_command, self._lists_of(queue))]
+            if not fits_nothing:  # else this worker cannot take any of the sorted messages now
+                commands.append(wake_up_command(queue))
+            if leases.has_grace:
+                commands.append(holder_wake_up_command(queue, leases.owner))
+            if self._start(poller, queue, commands):
+                try:
+                    leases.slots.tell(queue, self.free_slots())
+                except CONNECTION_ERRORS as error:
+                    self._failed(queue, error)
 
     def start_preempting_waits(self, poller: WaitPoller) -> None:
         """Without a free slot, start to wait for the lists whose messages may preempt running requests."""
-        if self.hands_over or self._preemption_timer is not None or self._is_refused():
+        if self.hands_over or self._preemption_timer is not None:
             return
         preempted, count = self.preemptible_slots()
         if count <= 0:
             return
-        try:
-            for queue in self.active_queues:
-                for step in self.priority_steps:
-                    if step < preempted:
-                        self._wait_for(queue, wait_command(self._q_for_pri(queue, step))).start(poller)
-        except redis.ResponseError as error:
-            self._was_refused(error)
+        steps = [step for step in self.priority_steps if step < preempted]
+        for queue in self._open_queues():
+            self._start(poller, queue, [wait_command(self._q_for_pri(queue, step)) for step in steps])
 
-    def _wait_for(self, queue: str, command: tuple[Any, ...]) -> BlockingWait:
-        if command not in self._waits:
-            self._waits[command] = BlockingWait(self, queue, command)
-        return self._waits[command]
+    def _start(self, poller: WaitPoller, queue: str, commands: Iterable[tuple[Any, ...]]) -> bool:
+        """Start to wait for a queue. Return False if its server refuses, or is away and not the main one."""
+        if self.leases.away(queue):  # since the list of open queues was made
+            return False
+        try:
+            for command in commands:
+                if command not in self._waits:
+                    self._waits[command] = BlockingWait(self, self._wait_pool(queue), queue, command)
+                self._waits[command].start(poller)
+        except REDIS_ERRORS as error:
+            self._failed(queue, error)
+            return False
+        return True
+
+    def _wait_pool(self, queue: str) -> Any:
+        """Return the pool whose connections wait for this queue."""
+        url = self.queue_urls.get(queue)
+        if url is None:
+            return self.async_pool
+        if url not in self._wait_pools:
+            self._wait_pools[url] = waiting_pool(self, url)
+        return self._wait_pools[url]
 
     def on_wait(self, wait: BlockingWait) -> bool:
         """Fetch after Redis has answered a blocking wait. Return False if nothing was fetched.
@@ -342,11 +309,11 @@ class Channel(kombu_redis.Channel):
         try:
             if not wait.read_reply():
                 return False
-            may_fetch = self._is_ready_to_fetch() and self.free_slots() > 0 and wait.queue in self.active_queues
+            may_fetch = self._is_ready_to_fetch() and self.free_slots() > 0 and wait.queue in self._open_queues()
             if not may_fetch:
                 self._pass_on(wait)
-        except redis.ResponseError as error:
-            return self._fetch_past(error)
+        except REDIS_ERRORS as error:
+            return self._fetch_past(wait.queue, error)
         if self.fetch():
             return True
         self.schedule_preempting_fetch()
@@ -354,12 +321,13 @@ class Channel(kombu_redis.Channel):
 
     def _pass_on(self, wait: BlockingWait) -> None:
         """Wake another worker for the messages that have ended this wait. This worker cannot fetch them."""
-        if self.leases.has_grace and wait.command == holder_wake_up_command(wait.queue, self.leases.owner):
+        leases = self.leases.of(wait.queue)
+        if leases.has_grace and wait.command == holder_wake_up_command(wait.queue, leases.owner):
             if self.hands_over and self.free_slots() > 0:  # it waits for this token again as soon as it can fetch
-                self.leases.wake_up_again(wait.queue)
+                leases.slots.wake_up_again(wait.queue)
                 return
-            self.leases.withdraw_credit(wait.queue)
-        self.leases.wake(self._lists_of(wait.queue))
+            leases.slots.withdraw(wait.queue)
+        leases.wake(self._lists_of(wait.queue))
 
     def _fetch_after(self, seconds: float) -> None:
         """Fetch messages that this worker has left to others, if they still wait after these seconds."""
@@ -372,14 +340,25 @@ class Channel(kombu_redis.Channel):
         if self._is_ready_to_fetch() and self.free_slots() > 0:
             self.fetch()
             return
-        try:
-            self.leases.wake(self._lists())
-        except redis.ResponseError as error:
-            self._was_refused(error)
+        for queue in self._open_queues():
+            try:
+                self.leases.of(queue).wake(self._lists_of(queue))
+            except REDIS_ERRORS as error:
+                self._failed(queue, error)
+
+    def _fetch_when_due(self, seconds: float) -> None:
+        """Fetch again when a waiting message must start by its due time. Then it may preempt running requests."""
+        if self.connection.loop is not None:
+            self._due_timer.set(self.connection.loop, seconds)
+
+    def _on_due_time(self) -> None:
+        if self._closing or not self.active_queues or self.fetch():
+            return
+        self.schedule_preempting_fetch()
 
     def schedule_remaining_preempting(self) -> None:
         """Schedule another preempting fetch if the last one filled its slots. Called before each poll."""
-        if self._preempting_slots <= 0 and self.active_queues and not (self.hands_over or self._is_refused()):
+        if self._preempting_slots <= 0 and self._open_queues() and not self.hands_over:
             self.schedule_preempting_fetch()
 
     def schedule_preempting_fetch(self) -> None:
@@ -396,16 +375,17 @@ class Channel(kombu_redis.Channel):
             self.fetch_preempting()
         self.connection.cycle.check_soon()  # no blocking waits were started while the timer ran
 
-    def _fetch_past(self, error: "redis.ResponseError") -> bool:
+    def _fetch_past(self, queue: str, error: Exception) -> bool:
         """Handle a refused wait for one list. If only the type of its key is wrong, fetch from the other lists."""
         fetched = "WRONGTYPE" in str(error) and self.fetch()
-        self._was_refused(error)
+        self._failed(queue, error)
         return fetched
 
-    def _lists(self) -> list[str]:
-        """Return the lists of all queues in the order in which they are served; the queues take turns."""
+    def _open_queues(self) -> list[str]:
+        """Return the queues to fetch from now, in the order in which they are served."""
+        now = time.monotonic()
         queues = self._queue_cycle.consume(len(self.active_queues))
-        return [self._q_for_pri(queue, step) for step in self.priority_steps for queue in queues]
+        return [queue for queue in queues if now >= self._ask_again_at.get(queue, 0.0) and not self.leases.away(queue)]
 
     def fetch(self) -> bool:
         """Fetch messages for the free slots and hand them to their consumers. Return False if there were none.
@@ -416,20 +396,23 @@ class Channel(kombu_redis.Channel):
         if count <= 0:
             return False
         below = self.split_below()
-        self._rounds = self.leases.fetch_in_rounds(self._lists(), count, split_from=self._num_lists_above(below))
+        self._rounds = self._fetch_in_rounds(count, split_from=self._num_lists_above(below))
         found = self._go_on()
-        if not found and below < ALL_STEPS:
+        if not found and (below < ALL_STEPS or self.leases.leaves_some):
             self._fits_nothing_until = time.monotonic() + _FITS_NOTHING_SECONDS
         return found
 
     def _is_ready_to_fetch(self) -> bool:
         """Return whether a fetch may run now, if there are free slots."""
-        is_consuming = self.leased and not self._closing and self.active_queues
-        return bool(is_consuming and not self.hands_over and not self._is_refused())
+        is_consuming = self.leased and not self._closing and self._open_queues()
+        return bool(is_consuming and not self.hands_over)
+
+    def _fetch_in_rounds(self, count: int, **limits: int) -> Iterator[list[LeasedMessage]]:
+        return self.leases.fetch_in_rounds(self._open_queues(), count, **limits, on_error=self._failed)
 
     def _num_lists_above(self, step: int) -> int:
-        """Return how many of `_lists` have a higher priority than this step."""
-        return sum(other < step for other in self.priority_steps) * len(self.active_queues)
+        """Return how many of a queue's lists have a higher priority than this step."""
+        return sum(other < step for other in self.priority_steps)
 
     def fetch_preempting(self) -> bool:
         """Without a free slot, fetch messages that preempt running requests. Return False if none may be preempted."""
@@ -439,7 +422,7 @@ class Channel(kombu_redis.Channel):
         if count <= 0:
             return False
         self._preempting_slots = count
-        self._rounds = self.leases.fetch_in_rounds(self._lists(), count, taken_from=self._num_lists_above(step))
+        self._rounds = self._fetch_in_rounds(count, taken_from=self._num_lists_above(step))
         self._go_on()
         return True
 
@@ -471,11 +454,7 @@ class Channel(kombu_redis.Channel):
 
     def _fetch_round(self) -> None:
         assert self._rounds is not None
-        try:
-            messages = next(self._rounds, None)
-        except redis.ResponseError as error:
-            messages = None
-            self._was_refused(error)
+        messages = next(self._rounds, None)
         if messages is None:
             self._rounds = None
             if self._preempting_slots > 0:
@@ -496,14 +475,18 @@ class Channel(kombu_redis.Channel):
         while self._fetched:  # the last one first, which keeps their order in the queue
             self.leases.requeue(self._fetched.pop().lease_id)
 
-    def _is_refused(self) -> bool:
-        return time.monotonic() < self._ask_again_at
+    def _failed(self, queue: str, error: Exception) -> None:
+        """Pause the fetches from a queue: a server that is out of memory or read-only recovers.
 
-    def _was_refused(self, error: "redis.ResponseError") -> None:
-        """Pause the fetches: a server that is out of memory or read-only recovers, and must not end the worker."""
-        self._ask_again_at = time.monotonic() + _REFUSED_SECONDS
-        logger.warning("fetches paused for %g s, Redis refused a command: %s", _REFUSED_SECONDS, error)
-        self.leases.on_refused(str(error))
+        Raises the error if the main server cannot be reached: then kombu connects again.
+        """
+        if not isinstance(error, redis.ResponseError) and self.leases.is_on_main(queue):
+            raise error
+        seconds = _REFUSED_SECONDS if isinstance(error, redis.ResponseError) else AWAY_SECONDS
+        self._ask_again_at[queue] = time.monotonic() + seconds
+        problem = self.leases.failed(queue, error)
+        logger.warning("fetches from %s paused for %g s: %s", queue, seconds, problem)
+        self.leases.on_refused(problem)
 
     def _hand_over(self) -> Iterator[None]:
         """Hand the first message to its consumer, in parts. No content of a message may end the worker."""
@@ -524,16 +507,20 @@ class Channel(kombu_redis.Channel):
             self.leases.requeue(message.lease_id)
             return
         try:
-            if not self.leases.bind(message, payload["headers"].get("id")):
+            home = self.leases.bind(message, payload["headers"].get("id"))
+            if home is None:
                 self.leases.dead_letter(message.lease_id, DeadLetterReason.DUPLICATE_ID)
                 return
+            if home != message.home:
+                about = payload["properties"]["delivery_info"]
+                about[DELIVERY] = replace(about[DELIVERY], home=home)
             consume(payload)
         except (*CONNECTION_ERRORS, OperationalError):
             self.leases.requeue(message.lease_id, is_counted=True)
             raise
         except redis.ResponseError as error:
             self.leases.requeue(message.lease_id)
-            self._was_refused(error)
+            self._failed(queue, error)
         except Exception as error:  # noqa: BLE001  # one bad message must not end the worker
             # the error's own text may quote the message, and with it a prompt
             trace = "".join(traceback.format_tb(error.__traceback__))
@@ -544,7 +531,7 @@ class Channel(kombu_redis.Channel):
         """Return the payload for kombu, made in parts. Each takes 26 ms at most, measured with the largest message."""
         payload = open_envelope(message.body)
         yield
-        content = content_digest(payload)
+        content = content_digest(payload, queue)
         yield
         properties = payload["properties"]
         # Producers may choose equal tags; the lease id is unique among the messages in flight.
@@ -558,10 +545,13 @@ class Channel(kombu_redis.Channel):
             over_quota=message.over_quota,
             preemptions=message.preemptions,
             choices=message.choices,
+            grant=message.grant,
+            home=message.home,
+            lost=message.lost,
         )
         # Decoded once, as it may be megabytes.
         payload["body"], properties["body_encoding"] = self.Message(payload, channel=self).body, None
-        self.leases.remember_prefix(payload["headers"].get("prefix"))
+        self.leases.remember_prefix(message, payload["headers"].get("prefix"))
         yield
         return payload
 

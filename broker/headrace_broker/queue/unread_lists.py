@@ -2,7 +2,8 @@
 
 A producer with `priority_steps` of its own uses lists of further priority steps. `gather_steps` moves their messages to
 the lists that workers read. With another `sep`, or a `global_keyprefix`, a list has a name that no worker reads.
-`UnreadListSearch` finds such lists.
+`UnreadListSearch` finds such lists. A producer without `HEADRACE_QUEUE_URLS` sends the messages of all queues to the
+main server. `lists_on_main` finds those of queues that are on other servers.
 """
 
 import re
@@ -78,6 +79,22 @@ def separated_lists(client: "redis.Redis", queues: Iterable[str]) -> dict[str, i
     found = _lengths(client, names)
     others = {queue_name(model) for model in known_models(client)} if found else set()
     return {name: length for name, length in found.items() if name not in others}
+
+
+def lists_on_main(client: "redis.Redis", queue: str) -> dict[str, int]:
+    """Return the lists that a queue of another server has on the main server, with their lengths. No worker reads them.
+
+    Keys of other types are left out.
+    """
+    names = [name for name in _lists_read(queue) if name != wake_up_key(queue)]
+    return _lengths(client, names) | separated_lists(client, [queue])
+
+
+def remedy(queue: str, name: str) -> str:
+    """Return what to do about a list of the queue that no worker reads."""
+    if name in _lists_read(queue):  # workers read it on another server
+        return "its producers send to the main server: set HEADRACE_QUEUE_URLS for them, or the broker_url of the queue"
+    return "leave sep, global_keyprefix and priority_steps of its producers unset"
 
 
 class UnreadListSearch:

@@ -1,9 +1,11 @@
 """`WorkerPort`: the worker's methods that the lease transport calls. `DeliveryInfo`: its facts about a message."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from headrace_broker.queue.dead_letters import DeadLetter
+from headrace_broker.streams.grant import Grant
 
 DELIVERY: Final = "headrace_delivery"
 """In a message's delivery_info: its `DeliveryInfo`."""
@@ -18,13 +20,19 @@ class DeliveryInfo:
     queued_at: float | None = None
     """When it began to wait by Redis's clock, converted to this process's monotonic clock; None if unknown."""
     step: int = 0
-    """Priority step of the list in which it arrived."""
+    """Priority step of the list in which it arrived, or to which it moved up because of its due time."""
     over_quota: int = 0
     """The tenant's quota, if the message exceeds it and has to be refused; else 0."""
     preemptions: int = 0
     """How often it was requeued to make room for a message of a higher priority."""
     choices: int = 1
     """Number of choices, from its header or from a worker that has decoded it; 1 if unknown."""
+    grant: Grant | None = None
+    """The lease of this delivery; None if the message has no record."""
+    home: str = ""
+    """Name of the stream server of its request; '' if the stream is on the main server."""
+    lost: str = ""
+    """Name of the stream server that has lost the begun stream of its request; '' if it is not lost."""
 
 
 class WorkerPort(Protocol):
@@ -44,6 +52,12 @@ class WorkerPort(Protocol):
 
         That is the total for all messages of a higher priority. Called when no slot is free.
         """
+
+    def token_seconds(self) -> float | None:
+        """Return the time in which one request gets one token while the worker is busy; None if it is not measured."""
+
+    def away_homes(self) -> Collection[str]:
+        """Return the stream servers that the worker cannot write to. Their messages stay in the queue."""
 
     def lease_lost(self, message: Any) -> None:
         """Take note that another worker may have this message."""

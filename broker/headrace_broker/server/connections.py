@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import hiredis
@@ -13,6 +13,17 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialBackoff
 from redis.retry import Retry
 
+from headrace_broker.server.cluster import (
+    AsyncSlotConnection,
+    AsyncTlsSlotConnection,
+    ClusterNodes,
+    SlotConnection,
+    TlsSlotConnection,
+    address_of_slot,
+    async_redirect_retry,
+    redirect_retry,
+    slot_options,
+)
 from headrace_broker.server.sentinel import AsyncFailoverRetry, FailoverRetry, async_master_pool, master_pool
 from headrace_broker.server.url import ServerUrl
 
@@ -48,18 +59,66 @@ def is_fault_of_server(error: BaseException) -> bool:
     )
 
 
-def connect(url: str, *, retries: int = 0) -> "redis.Redis":
-    """Return a client whose replies are bytes. Threads may share it.
+def connect(url: str, *, retries: int = 0, timeout: float = 2 * BLOCK_SECONDS) -> "redis.Redis":
+    """Return a client whose replies are bytes. Threads may share it. `timeout`: seconds to wait for a reply, and 5 at
+    most for a connection.
 
     `retries` is how often a failed command is repeated. It is 0 for a client that writes, because only the caller knows
     whether a write may be repeated. Behind Sentinels, any other number means retrying for FAILOVER_SECONDS. Raises
     SettingsError for an invalid URL.
     """
     server = ServerUrl.parse(url)
+    options = {**_options(server), "socket_timeout": timeout}
+    options["socket_connect_timeout"] = min(timeout, options["socket_connect_timeout"])
     if server.kind == "sentinel":
         retry = FailoverRetry() if retries else Retry(_backoff(), 0)
-        return redis.Redis.from_pool(master_pool(*_master(server), retry=retry, **_options(server)))
-    return redis.Redis.from_url(server.text, retry=Retry(_backoff(), retries), **_options(server))
+        return redis.Redis.from_pool(master_pool(*_master(server), retry=retry, **options))
+    return redis.Redis.from_url(server.text, retry=Retry(_backoff(), retries), **options)
+
+
+def connect_cluster(
+    url: str, keys: Iterable[str], *, retries: int = 0, timeout: float = 2 * BLOCK_SECONDS
+) -> "list[redis.Redis]":
+    """Return for each key a client of the node that has the key's slot, in the Redis Cluster of this URL.
+
+    A command that the node redirects is repeated once. The other arguments and the errors are those of `connect`; with
+    `retries`, a failed command is repeated for FAILOVER_SECONDS.
+    """
+    server = ServerUrl.parse(url, may_be_cluster=True)
+    nodes = ClusterNodes(server.hosts)
+    options = {**_options(server), "socket_timeout": timeout}
+    options["socket_connect_timeout"] = min(timeout, options["socket_connect_timeout"])
+    options["connection_class"] = TlsSlotConnection if options.pop("ssl", False) else SlotConnection
+    options["retry"] = FailoverRetry() if retries else redirect_retry()
+    return [redis.Redis.from_pool(redis.ConnectionPool(**slot_options(nodes, key, **options))) for key in keys]
+
+
+def connect_cluster_async(url: str, keys: Iterable[str], *, retries: int = 0) -> "list[redis.asyncio.Redis]":
+    """Return the same clients for asyncio. They belong to one event loop."""
+    server = ServerUrl.parse(url, may_be_cluster=True)
+    nodes = ClusterNodes(server.hosts)
+    options = _options(server)
+    options["connection_class"] = AsyncTlsSlotConnection if options.pop("ssl", False) else AsyncSlotConnection
+    options["retry"] = AsyncFailoverRetry() if retries else async_redirect_retry()
+    return [_async_client(redis.asyncio.ConnectionPool(**slot_options(nodes, key, **options))) for key in keys]
+
+
+def address_of(client: "redis.Redis | redis.asyncio.Redis") -> str:
+    """Return the client's server for messages: host:port, the path of its socket, or master@host:port of a Sentinel.
+
+    Of several Sentinels it is the first in the order of the alphabet: redis-py changes their order. Of a client of a
+    Redis Cluster it is the node that has its slot, once it was connected.
+    """
+    pool: Any = client.connection_pool
+    options = pool.connection_kwargs
+    if (address := address_of_slot(options)) is not None:
+        return address
+    if "host" in options:
+        return f"{options['host']}:{options['port']}"
+    sentinels = getattr(pool, "sentinel_manager", None)
+    if sentinels is not None:
+        return f"{pool.service_name}@{min(map(address_of, sentinels.sentinels))}"
+    return str(options.get("path") or "?")
 
 
 def connect_async(url: str, *, retries: int = 0) -> "redis.asyncio.Redis":
@@ -72,6 +131,10 @@ def connect_async(url: str, *, retries: int = 0) -> "redis.asyncio.Redis":
     else:
         retry = AsyncRetry(_backoff(), retries)
         pool = redis.asyncio.ConnectionPool.from_url(server.text, retry=retry, **_options(server))
+    return _async_client(pool)
+
+
+def _async_client(pool: "redis.asyncio.ConnectionPool") -> "redis.asyncio.Redis":
     kind: Any = pool.connection_class
     pool.connection_class = type(kind.__name__, (_AsyncConnection, kind), {})
     return redis.asyncio.Redis.from_pool(pool)
@@ -106,7 +169,7 @@ def _master(server: ServerUrl) -> tuple[Sequence[tuple[str, int]], str, Mapping[
 
 def _options(server: ServerUrl) -> dict[str, Any]:
     keepalive = {} if server.kind == "unix" else {"socket_keepalive": True}
-    return {**_OPTIONS, **keepalive, **(server.connection_options if server.kind == "sentinel" else {})}
+    return {**_OPTIONS, **keepalive, **(server.connection_options if server.kind in ("sentinel", "cluster") else {})}
 
 
 def _backoff() -> ExponentialBackoff:

@@ -5,6 +5,8 @@ rediss://host:port/db?ssl_ca_certs=/etc/ca.pem                           over TL
 unix:///run/redis.sock?db=0                                              Celery's redis+socket:// means the same
 sentinel://[user:password@]host:port,host:port,host:port/db?master=name  the master that the Sentinels name
 sentinels://...?ssl_ca_certs=/etc/ca.pem                                 Sentinels and master over TLS
+redis+cluster://[user:password@]host:port,host:port                      some nodes of a Cluster; stream servers only
+rediss+cluster://...?ssl_ca_certs=/etc/ca.pem                            the same over TLS
 """
 
 import re
@@ -17,8 +19,17 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsp
 from headrace_broker.errors import SettingsError
 
 _FORMS: Final = "redis://host:port/db, rediss://..., unix:///path?db=0 or sentinel://host:port,host:port/db?master=name"
+_NO_CLUSTER: Final = (
+    "no release of kombu, Celery's library for queues, can use a Cluster. Set HEADRACE_QUEUE_URLS to give models"
+    " servers of their own, and name the Cluster in HEADRACE_STREAM_URLS: it can have the streams"
+)
+_CLUSTER_SCHEMES: Final = ("redis+cluster", "rediss+cluster")
+_OTHER_CLUSTER_SCHEMES: Final = ("rediscluster", "redisscluster", "cluster")
 _ENCODED: Final = "in a password, @ : / ? # and % are written %40 %3A %2F %3F %23 and %25"
 _SENTINEL_PORT: Final = 26379
+_CLUSTER_PORT: Final = 6379
+_MOST_DATABASE: Final = 2**31 - 1
+"""Redis has an `int` for the number. A server may have fewer databases."""
 
 # redis-py's names work everywhere; Celery's documentation uses the names of the ssl module.
 _CERT_REQS: Final = {"CERT_REQUIRED": "required", "CERT_OPTIONAL": "optional", "CERT_NONE": "none"}
@@ -41,13 +52,13 @@ _CREDENTIALS: Final = {"password", "passwd", "pass", "auth", "username", "user"}
 
 @dataclass(frozen=True, slots=True)
 class ServerUrl:
-    """A single server, or the Sentinels that name the master. `text` is the normalised URL."""
+    """A single server, the Sentinels that name the master, or nodes of a Cluster. `text` is the normalised URL."""
 
     text: str = field(repr=False)
-    kind: Literal["tcp", "unix", "sentinel"]
+    kind: Literal["tcp", "unix", "sentinel", "cluster"]
     tls: bool
     hosts: tuple[tuple[str, int], ...]
-    """Addresses of the Sentinels; empty for other kinds."""
+    """Addresses of the Sentinels, or of nodes of the Cluster; empty for other kinds."""
     path: str
     """Path of the socket; empty for other kinds."""
     db: int
@@ -57,8 +68,11 @@ class ServerUrl:
     """The URL's query options, without the database."""
 
     @classmethod
-    def parse(cls, url: str) -> Self:
-        """Parse and check a URL. Raises SettingsError, which names the problem and shows no password."""
+    def parse(cls, url: str, *, may_be_cluster: bool = False) -> Self:
+        """Parse and check a URL. Raises SettingsError, which names the problem and shows no password.
+
+        `may_be_cluster`: the server has streams only, so a Redis Cluster will do.
+        """
         try:
             parts = urlsplit(url)
             if parts.scheme in ("redis", "rediss"):
@@ -75,12 +89,24 @@ class ServerUrl:
                 f" {_ENCODED}"
             )
         match parts.scheme:
-            case "redis" | "rediss" if parts.hostname:
+            case "redis" | "rediss" if parts.hostname and "," not in parts.hostname:
                 return cls._tcp(parts.scheme, parts.netloc, parts.path, options)
             case "unix" | "redis+socket":
                 return cls._unix(parts.netloc, parts.path, options)
             case "sentinel" | "sentinels" if parts.netloc:
                 return cls._sentinel(parts.scheme, parts.netloc, parts.path, options)
+            case "redis+cluster" | "rediss+cluster" if parts.netloc and may_be_cluster:
+                return cls._cluster(parts.scheme, parts.netloc, parts.path, options)
+        if may_be_cluster and parts.scheme in (*_CLUSTER_SCHEMES, *_OTHER_CLUSTER_SCHEMES):
+            raise SettingsError(
+                f"redis_url must name nodes of its Redis Cluster as redis+cluster://host:port,host:port, not"
+                f" {parts.scheme}://..."
+            )
+        if parts.scheme in (*_CLUSTER_SCHEMES, *_OTHER_CLUSTER_SCHEMES):
+            raise SettingsError(
+                f"redis_url must name one server or its Sentinels, not a Redis Cluster ({parts.scheme}://...): "
+                f"{_NO_CLUSTER}"
+            )
         # the URL itself may hold a password, so only its scheme is shown
         raise SettingsError(f"redis_url must look like {_FORMS}, not {parts.scheme}://...")
 
@@ -109,7 +135,7 @@ class ServerUrl:
     @classmethod
     def _sentinel(cls, scheme: str, netloc: str, path: str, options: dict[str, str]) -> Self:
         tls = scheme == "sentinels"
-        hosts = tuple(_host_and_port(part) for part in netloc.rpartition("@")[2].split(","))
+        hosts = _addresses(netloc, "Sentinels", _SENTINEL_PORT)
         db = _database(path.lstrip("/"))
         if not options.get("master"):
             raise SettingsError(
@@ -119,6 +145,18 @@ class ServerUrl:
         username, password = _credentials(netloc)
         text = urlunsplit((scheme, netloc, f"/{db}", urlencode(options), ""))
         return cls(text, "sentinel", tls, hosts, "", db, username, password, options)
+
+    @classmethod
+    def _cluster(cls, scheme: str, netloc: str, path: str, options: dict[str, str]) -> Self:
+        tls = scheme == "rediss+cluster"
+        hosts = _addresses(netloc, "nodes of the Cluster", _CLUSTER_PORT)
+        db = _database(path.lstrip("/"))
+        if db:
+            raise SettingsError(f"redis_url names the database {db}, and a Redis Cluster has only database 0")
+        _check_options(options, (), tls=tls)
+        username, password = _credentials(netloc)
+        text = urlunsplit((scheme, netloc, "/0", urlencode(options), ""))
+        return cls(text, "cluster", tls, hosts, "", 0, username, password, options)
 
     @property
     def safe(self) -> str:
@@ -143,7 +181,9 @@ class ServerUrl:
 
     @property
     def connection_options(self) -> dict[str, Any]:
-        """Database, user and TLS options of the master behind Sentinels, as arguments of redis-py's pools."""
+        """Database, user and TLS options of the master behind Sentinels, or of the nodes of a Cluster, as arguments of
+        redis-py's pools.
+        """
         found: dict[str, Any] = {"db": self.db, "username": self.username, "password": self.password}
         return found | ({"ssl": True, **self.tls_options} if self.tls else {})
 
@@ -167,20 +207,29 @@ def _credentials(netloc: str) -> tuple[str | None, str | None]:
 
 
 def _database(text: str) -> int:
-    if text and not (text.isascii() and text.isdigit()):
+    digits = text.lstrip("0") or "0"
+    if not ((text.isascii() and text.isdigit()) or not text):
         raise SettingsError(f"redis_url must name its database by a number, not by {text!r}")
-    return int(text or 0)
+    if len(digits) > len(str(_MOST_DATABASE)) or int(digits) > _MOST_DATABASE:
+        raise SettingsError(
+            f"redis_url must name its database by a number up to {_MOST_DATABASE}, not by {text[:20]!r}"
+        )
+    return int(digits)
 
 
-def _host_and_port(text: str) -> tuple[str, int]:
+def _addresses(netloc: str, what: str, port: int) -> tuple[tuple[str, int], ...]:
+    return tuple(_host_and_port(part, what, port) for part in netloc.rpartition("@")[2].split(","))
+
+
+def _host_and_port(text: str, what: str, default_port: int) -> tuple[str, int]:
     try:
         parts = urlsplit(f"//{text}")
         host, port = parts.hostname, parts.port
     except ValueError:
         host = port = None
     if not host:
-        raise SettingsError(f"redis_url must list Sentinels as host:port,host:port, not {text!r}")
-    return host, port or _SENTINEL_PORT
+        raise SettingsError(f"redis_url must list {what} as host:port,host:port, not {text!r}")
+    return host, port or default_port
 
 
 def _check_options(options: dict[str, str], known: tuple[str, ...], *, tls: bool) -> None:
@@ -195,7 +244,9 @@ def _check_options(options: dict[str, str], known: tuple[str, ...], *, tls: bool
         raise SettingsError(f"redis_url has unknown options{names}; known are {', '.join((*known, *_TLS_OPTIONS))}")
     given = [name for name in options if name.startswith("ssl_")]
     if given and not tls:
-        raise SettingsError(f"redis_url has {', '.join(given)}, which need TLS: rediss:// or sentinels://")
+        raise SettingsError(
+            f"redis_url has {', '.join(given)}, which need TLS: rediss://, sentinels:// or rediss+cluster://"
+        )
     if not tls:
         return
     if unknown := sorted(set(given) - set(_TLS_OPTIONS)):

@@ -19,6 +19,7 @@ from headrace_broker.results import (
     logprobs_from_wire,
     prompt_logprobs_from_wire,
 )
+from headrace_wire.wire_number import wire_problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,8 @@ def _event(entry_id: str, attempt: int, offset: int, kind: bytes, data: dict[str
             prompt_logprobs_from_wire(data.get("prompt_logprobs"), data.get("prompt_logprob_bytes")),
         )
     if kind == b"start":
+        if (problem := wire_problem(data.get("wire"))) is not None:
+            raise MalformedEntryError(problem)
         return StartEvent(
             entry_id,
             attempt,

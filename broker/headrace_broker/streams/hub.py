@@ -1,29 +1,28 @@
-"""Reads many streams over one connection, for servers with many subscribers, which can come and go during a read.
+"""Reads the streams of many subscribers, each from the server that has it.
 
-With a reader for each stream, 64 streams take 64 reads for each step of the engine; the hub takes one.
+`server_hub.py` reads those of one server.
 """
 
 import asyncio
 import contextlib
-import time
-import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import redis.asyncio
 
-from headrace_broker.call_rules import BEGINNING, check_last_ids
-from headrace_broker.errors import HeadraceBrokerError, MalformedEntryError, StreamExpiredError, TooManySubscribersError
-from headrace_broker.keys import HUB_SECONDS, hub_key
+from headrace_broker.call_rules import check_last_ids
+from headrace_broker.errors import HeadraceBrokerError, SettingsError, StreamExpiredError, TooManySubscribersError
 from headrace_broker.server.connections import CONNECTION_ERRORS, REDIS_ERRORS
+from headrace_broker.server.stream_servers import TABLE_SECONDS, AsyncStreamServers
+from headrace_broker.server.stream_table import MAIN
 from headrace_broker.streams.events import EndEvent, StreamEvent
-from headrace_broker.streams.listeners import SHORTEST_SECONDS, heartbeat_interval, send_heartbeat
-from headrace_broker.streams.subscriber import Readers, execute_async
+from headrace_broker.streams.server_hub import RETRY_SECONDS, ServerHub
 
 _MAX_WAITING: Final = 512
 """Limit for the events that wait for one subscriber. At the limit, its streams are not read until it takes all."""
-_RETRY_SECONDS: Final = 0.2
 MAX_SUBSCRIBERS: Final = 16
 """Limit for the subscribers of one stream at a time: each beyond the first takes a connection."""
 
@@ -80,6 +79,11 @@ class Subscription:
             if timer is not None:
                 timer.cancel()
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether its streams are not read until it takes the events that wait."""
+        return self._is_paused
+
     def _end_wait(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -100,28 +104,48 @@ class Subscription:
         self._end_wait()
 
 
+@dataclass(slots=True)
+class _Place:
+    """Where one stream is read."""
+
+    homes: set[str] = field(default_factory=set)
+    """The servers that are read now: only one after an entry has been found there."""
+    tried: set[str] = field(default_factory=set)
+    """All servers that were read."""
+    is_found: bool = False
+    last_id: str | None = None
+    """Where the subscriber began to read."""
+
+
 class StreamHub:
     """Reads the streams of many subscriptions. It belongs to one event loop. Call `aclose` at the end.
 
+    A stream is read at all servers that may have it, until one has an entry. Until then the table of the stream servers
+    is read again each two seconds.
+
     Args:
-        client: from `connections.connect_async`.
-        max_outage_seconds: seconds for which Redis may be unreachable before `take` raises.
+        servers: the stream servers, or the client of the only one.
+        max_outage_seconds: seconds for which a server may be unreachable before `take` raises.
     """
 
-    def __init__(self, client: "redis.asyncio.Redis", *, max_outage_seconds: float = 30.0, subscriber: int = 1) -> None:
-        self._client: Final = client
+    def __init__(
+        self,
+        servers: "AsyncStreamServers | redis.asyncio.Redis",
+        *,
+        max_outage_seconds: float = 30.0,
+        subscriber: int = 1,
+    ) -> None:
+        if isinstance(servers, redis.asyncio.Redis):
+            servers = AsyncStreamServers(servers, {}, 0)
+        self._servers: Final = servers
         self._number: Final = subscriber
         """1 if this hub serves the first subscriber of each stream, 2 if it serves the second, and so on."""
         self._max_outage: Final = max_outage_seconds
-        self._key: Final = hub_key(uuid.uuid4().hex)
-        self._readers: Final = Readers({}, None)
-        self._readers.wake = (self._key, BEGINNING)
+        self._hubs: Final[dict[str, ServerHub]] = {}
+        """By name of the server."""
         self._subscriptions: Final[dict[str, Subscription]] = {}
-        self._has_streams: Final = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._paused: Final[set[str]] = set()
-        """Streams that are not read until their subscribers have taken the waiting events."""
-        self._heartbeat_task: asyncio.Task[None] | None = None
+        self._places: Final[dict[str, _Place]] = {}
+        self._search: asyncio.Task[None] | None = None
         self._next: StreamHub | None = None
         """The hub for the next subscriber of a stream, because an XREAD can name a stream only once."""
 
@@ -133,23 +157,25 @@ class StreamHub:
         """Stop reading. Waiting subscribers get no more events."""
         if self._next is not None:
             await self._next.aclose()
-        for task in filter(None, (self._task, self._heartbeat_task)):
-            while not task.done():  # a reply that arrives together with the cancellation can swallow it
-                task.cancel()
-                await asyncio.wait({task}, timeout=_RETRY_SECONDS)
+        while self._search is not None and not self._search.done():
+            self._search.cancel()
+            await asyncio.wait({self._search}, timeout=RETRY_SECONDS)
+        for hub in self._hubs.values():
+            await hub.aclose()
 
     @asynccontextmanager
     async def subscribe(self, last_ids: Mapping[str, str | None]) -> AsyncIterator[Subscription]:
         """Subscribe to streams, each after an entry id, as `AsyncClient.events_many` does.
 
-        Raises TooManySubscribersError.
+        Raises TooManySubscribersError, and SettingsError if a stream server has no URL.
         """
         last_ids = check_last_ids(last_ids)
         if any(request_id in self._subscriptions for request_id in last_ids):
             if self._number == MAX_SUBSCRIBERS:
                 raise TooManySubscribersError(MAX_SUBSCRIBERS)
             if self._next is None:
-                self._next = StreamHub(self._client, max_outage_seconds=self._max_outage, subscriber=self._number + 1)
+                outage = self._max_outage
+                self._next = StreamHub(self._servers, max_outage_seconds=outage, subscriber=self._number + 1)
             async with self._next.subscribe(last_ids) as subscription:
                 yield subscription
             return
@@ -161,85 +187,129 @@ class StreamHub:
         finally:
             for request_id in last_ids:
                 del self._subscriptions[request_id]
-            self.leave(last_ids)
+            self._leave(last_ids)
 
     async def join(self, last_ids: Mapping[str, str | None]) -> None:
-        """Start to read these streams."""
+        """Start to read these streams, or continue after `pause`."""
+        with contextlib.suppress(*CONNECTION_ERRORS):  # then the table that was read last is used
+            await self._servers.of_table()
+        by_home: dict[str, dict[str, str | None]] = {}
         for request_id, last_id in last_ids.items():
-            self._paused.discard(request_id)
-            self._readers.add(request_id, last_id)
-        self._has_streams.set()
-        if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="stream hub")
-        with contextlib.suppress(*CONNECTION_ERRORS):  # the reading task gets them too, and handles them
-            async with self._client.pipeline(transaction=False) as pipe:
-                pipe.xadd(self._key, {"wake": 1}, maxlen=1)
-                pipe.expire(self._key, HUB_SECONDS)
-                await pipe.execute()
+            place = self._places.setdefault(request_id, _Place(last_id=last_id))
+            if not place.homes:
+                place.homes.update(self._servers.checked_homes(request_id))
+                place.tried |= place.homes
+            for home in place.homes:
+                by_home.setdefault(home, {})[request_id] = last_id
+        await self._join(by_home)
+        is_searching = self._search is not None and not self._search.done()
+        if not is_searching and any(not self._places[request_id].is_found for request_id in last_ids):
+            self._search = asyncio.create_task(self._search_further(), name="stream hub search")
 
-    def leave(self, last_ids: Mapping[str, str | None]) -> None:
-        """Stop reading these streams."""
-        for request_id in last_ids:
-            self._readers.remove(request_id)
-            self._paused.discard(request_id)
+    async def _join(self, by_home: Mapping[str, Mapping[str, str | None]]) -> None:
+        joins = [self._hub(home).join(last_ids) for home, last_ids in by_home.items()]
+        if len(joins) == 1:
+            await joins[0]
+        else:
+            await asyncio.gather(*joins)
 
-    def pause(self, last_ids: Mapping[str, str | None]) -> None:
-        """Stop reading these streams for a while, but continue the heartbeats of their requests."""
-        self.leave(last_ids)
-        self._paused.update(last_ids)
-        if self._heartbeat_task is None or self._heartbeat_task.done():
-            self._heartbeat_task = asyncio.create_task(self._send_heartbeats(), name="stream hub heartbeats")
+    def _hub(self, home: str) -> ServerHub:
+        if home not in self._hubs:
+            identify = partial(self._identify, home)
+            self._hubs[home] = ServerHub(home, self._servers.client(home), self, identify, self._max_outage)
+        return self._hubs[home]
 
-    async def _send_heartbeats(self) -> None:
-        while self._paused:
-            with contextlib.suppress(*REDIS_ERRORS):  # the reading task gets them too
-                async with self._client.pipeline(transaction=False) as pipe:
-                    for request_id in self._paused:
-                        send_heartbeat(pipe, request_id)
-                    await pipe.execute()
-            await asyncio.sleep(heartbeat_interval(SHORTEST_SECONDS))
-
-    async def _run(self) -> None:
-        away_since: float | None = None
-        while True:
-            if not self._readers:
-                self._has_streams.clear()
-                await self._has_streams.wait()
-            try:
-                await self._read()
-                away_since = None
-            except MalformedEntryError as error:
-                self._fail(error, self._subscriptions if error.request_id is None else [error.request_id])
-            except (*REDIS_ERRORS, HeadraceBrokerError) as error:
-                now = time.monotonic()
-                away_since = now if away_since is None else away_since
-                if isinstance(error, CONNECTION_ERRORS) and now - away_since < self._max_outage:
-                    await asyncio.sleep(_RETRY_SECONDS)
-                    continue
-                away_since = None
-                self._fail(error, self._subscriptions)
-
-    def _fail(self, error: Exception, request_ids: Iterable[str]) -> None:
+    def _leave(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            self._readers.remove(request_id)
-            if request_id in self._subscriptions:
-                self._subscriptions[request_id].fail(error)
+            place = self._places.pop(request_id, None)
+            for home in place.homes if place is not None else ():
+                self._hubs[home].leave([request_id])
 
-    async def _read(self) -> None:
-        replies = await execute_async(self._client, self._readers.commands())
-        for reply in replies:
-            for key, entries in reply or ():
-                if key == self._key.encode():
-                    self._readers.wake = (self._key, entries[-1][0].decode())
-        for request_id, event in self._readers.received(replies):
-            self._hand_over(request_id, event)
-        if self._readers.needs_checks():
-            async with self._client.pipeline(transaction=False) as pipe:
-                self._readers.add_checks(pipe)
-                answers = await pipe.execute()
-            for request_id, expired in self._readers.checked(answers):
-                self._hand_over(request_id, expired)
+    def pause(self, request_ids: Iterable[str]) -> None:
+        """Stop reading these streams for a while, but continue the heartbeats of their requests."""
+        for request_id in request_ids:
+            for home in self._places[request_id].homes:
+                self._hubs[home].pause([request_id])
 
-    def _hand_over(self, request_id: str, event: StreamEvent | StreamExpiredError) -> None:
-        if (subscription := self._subscriptions.get(request_id)) is not None:
-            subscription.put(request_id, event)
+    async def _search_further(self) -> None:
+        """Read the table again, and look for the streams without an entry at further servers, until all are found."""
+        while True:
+            await asyncio.sleep(TABLE_SECONDS)
+            sought = {request_id: place for request_id, place in self._places.items() if not place.is_found}
+            if not sought:
+                self._search = None
+                return
+            with contextlib.suppress(*REDIS_ERRORS):
+                await self._servers.of_table()
+            by_home: dict[str, dict[str, str | None]] = {}
+            for request_id, place in sought.items():
+                if self._places.get(request_id) is not place:
+                    continue  # its subscriber has left meanwhile
+                try:
+                    new = {*self._servers.checked_homes(request_id)} - place.tried
+                except SettingsError as error:
+                    self._subscriptions[request_id].fail(error)
+                    continue
+                if self._subscriptions[request_id].is_paused:
+                    continue
+                place.homes |= new
+                place.tried |= new
+                for home in new:
+                    by_home.setdefault(home, {})[request_id] = place.last_id
+            if by_home:
+                with contextlib.suppress(*REDIS_ERRORS, HeadraceBrokerError):
+                    await self._join(by_home)
+
+    async def _identify(self, home: str) -> None:
+        await self.leave_if_lost(home)
+        if not self._servers.is_lost(home):
+            await self._servers.identify(home)
+
+    # -- for the hubs of the servers ------------------------------------------------------------------------------
+
+    async def leave_if_lost(self, home: str) -> None:
+        """Read the streams of a server that has lost them at the servers that may have them now, from the beginning."""
+        if home == MAIN:  # it is never in the table
+            return
+        with contextlib.suppress(*REDIS_ERRORS):  # then the table that was read last is used
+            await self._servers.of_table()
+        if not self._servers.is_lost(home):
+            return
+        for request_id in [request_id for request_id, place in self._places.items() if home in place.homes]:
+            self._hubs[home].leave([request_id])
+            self._places[request_id] = _Place()
+            subscription = self._subscriptions[request_id]
+            try:
+                if not subscription.is_paused:
+                    await self.join({request_id: None})
+            except SettingsError as error:
+                subscription.fail(error)
+
+    def put(self, home: str, request_id: str, event: StreamEvent | StreamExpiredError) -> None:
+        """Hand an event to the subscriber of its stream."""
+        place, subscription = self._places.get(request_id), self._subscriptions.get(request_id)
+        if place is None or subscription is None or home not in place.homes:
+            return
+        if len(place.homes) > 1:
+            if isinstance(event, StreamExpiredError) and not event.has_ended:
+                place.homes.remove(home)  # another server may have it
+                self._hubs[home].leave([request_id])
+                return
+            for other in place.homes - {home}:
+                self._hubs[other].leave([request_id])
+            place.homes.intersection_update([home])
+        place.is_found = True
+        subscription.put(request_id, event)
+
+    def fail(self, home: str, request_id: str, error: Exception) -> None:
+        """End the subscription of a stream that cannot be read."""
+        place, subscription = self._places.get(request_id), self._subscriptions.get(request_id)
+        if place is None or subscription is None or home not in place.homes:
+            return
+        if len(place.homes) > 1 and not isinstance(error, SettingsError):
+            # another server may have it, and the search tries this one again
+            place.homes.remove(home)
+            place.tried.remove(home)
+            self._hubs[home].leave([request_id])
+            return
+        subscription.fail(error)

@@ -5,6 +5,8 @@ it. A heartbeat is an EXPIRE of that key to one day. Every subscriber sends one 
 key's remaining life tells the time since the last heartbeat, by Redis's clock alone. EXPIRE creates no missing key.
 """
 
+import math
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -12,6 +14,9 @@ import redis
 
 from headrace_broker.keys import LISTENER_SECONDS, ended_key, listener_key
 from headrace_broker.scripts import script
+from headrace_broker.server.connections import BLOCK_SECONDS
+from headrace_broker.server.shards import key_prefix
+from headrace_broker.server.stream_table import MAIN
 from headrace_wire.values import is_number
 
 SHORTEST_SECONDS: Final = 1
@@ -55,8 +60,9 @@ def send_heartbeat(pipe: Any, request_id: str) -> None:
 class Listeners:
     """The worker's side: reads heartbeats. Redis's errors pass through."""
 
-    def __init__(self, client: "redis.Redis") -> None:
+    def __init__(self, client: "redis.Redis", home: str = MAIN) -> None:
         self._client: Final = client
+        self._prefix: Final = key_prefix(home)
 
     def silence(self, requests: Mapping[str, float], forget: Iterable[str] = ()) -> dict[str, float]:
         """Return the seconds since the last heartbeat of each of these requests, in one round trip.
@@ -65,17 +71,23 @@ class Listeners:
             requests: `abandon_after` by request id. A request without a key gets one, which counts as a heartbeat.
             forget: requests that this worker no longer holds. The keys of those that have ended are deleted.
         """
-        ids = list(forget)
+        ids = [self._prefix + request_id for request_id in forget]
         keys = _FORGET.keys(listener=[*map(listener_key, ids)], ended=[*map(ended_key, ids)])
         with self._client.pipeline(transaction=False) as pipe:
             if keys:
                 pipe.eval(_FORGET.text, len(keys), *keys)
             num_before = len(pipe)
             for request_id, abandon_after in requests.items():
-                start_heartbeats(pipe, request_id, abandon_after)
-                pipe.pttl(listener_key(request_id))
+                start_heartbeats(pipe, self._prefix + request_id, abandon_after)
+                pipe.pttl(listener_key(self._prefix + request_id))
             left = pipe.execute()[num_before + 1 :: 2]
         return {
             request_id: LISTENER_SECONDS - milliseconds / 1000
             for request_id, milliseconds in zip(requests, left, strict=True)
         }
+
+
+def wait_seconds(deadline: float | None, abandon_after: float | None) -> float:
+    """Return the seconds that one wait for a result may take; 0 or less after the deadline (monotonic time)."""
+    left = math.inf if deadline is None else deadline - time.monotonic()
+    return min(BLOCK_SECONDS, left, math.inf if abandon_after is None else heartbeat_interval(abandon_after))

@@ -13,7 +13,17 @@ from headrace_broker.call_rules import BEGINNING, check_last_id, check_timeout
 from headrace_broker.errors import MalformedEntryError, ResultTimeoutError, StreamExpiredError
 from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.server.connections import BLOCK_SECONDS
-from headrace_broker.streams.events import EndEvent, StartEvent, StreamEvent, read_entry, read_flat_entry
+from headrace_broker.server.shards import key_prefix
+from headrace_broker.server.stream_table import MAIN
+from headrace_broker.streams.events import (
+    ChunkEvent,
+    EndEvent,
+    RowsEvent,
+    StartEvent,
+    StreamEvent,
+    read_entry,
+    read_flat_entry,
+)
 from headrace_broker.streams.listeners import get_abandon_after, heartbeat_interval, read_abandon_after, send_heartbeat
 
 _ENTRIES_AT_ONCE: Final = 1000
@@ -104,9 +114,10 @@ class Readers:
     Heartbeats and checks are sent only when they are due. After each read, they would cost more than the read itself.
     """
 
-    def __init__(self, last_ids: Mapping[str, str | None], timeout: float | None) -> None:
+    def __init__(self, last_ids: Mapping[str, str | None], timeout: float | None, home: str = MAIN) -> None:
         check_timeout(timeout)
-        readers = (_Reader(request_id, last_id, timeout) for request_id, last_id in last_ids.items())
+        self._prefix: Final = key_prefix(home)
+        readers = (_Reader(request_id, last_id, timeout, self._prefix) for request_id, last_id in last_ids.items())
         self._open: Final = {reader.key.encode(): reader for reader in readers}
         self._reading: dict[bytes, _Reader] = {}
         """The readers in the last `commands`. The replies are not for readers that were added later."""
@@ -142,13 +153,13 @@ class Readers:
 
     def add(self, request_id: str, last_id: str | None) -> None:
         """Add a stream to the next reads."""
-        reader = _Reader(request_id, last_id, None)
+        reader = _Reader(request_id, last_id, None, self._prefix)
         self._open[reader.key.encode()] = reader
         self._read_due_at = self._check_due_at = -math.inf
 
     def remove(self, request_id: str) -> None:
         """Stop reading this stream, if it is still read."""
-        self._open.pop(stream_key(request_id).encode(), None)
+        self._open.pop(stream_key(self._prefix + request_id).encode(), None)
 
     def block_ms(self) -> int | None:
         """Return the milliseconds for which the next read may block; None if it must not block."""
@@ -226,10 +237,16 @@ class Readers:
 class _Reader:
     """A subscriber's position in one stream. It does no I/O, so both kinds of client share it."""
 
-    def __init__(self, request_id: str, last_id: str | None, timeout: float | None) -> None:
-        self.key: Final = stream_key(request_id)
+    def __init__(self, request_id: str, last_id: str | None, timeout: float | None, prefix: str) -> None:
+        self._id_in_keys: Final = prefix + request_id
+        self.key: Final = stream_key(self._id_in_keys)
         self.request_id: Final = request_id
         self.last_id = check_last_id(last_id)
+        self._tokens = 0
+        """Tokens, or rows, that have come. A reader that continues after an entry does not know of how many choices the
+        tokens before it are."""
+        self._has_choices = False
+        """Whether a chunk of another choice than the first has come."""
         self.ended = False
         self._timeout: Final = timeout
         self._entry_at = self._checked_at = time.monotonic()
@@ -260,7 +277,28 @@ class _Reader:
             if isinstance(events[0], StartEvent):  # it has all facts that a check would find
                 self._has_checked = True
                 self._set_abandon_after(events[0].abandon_after)
-        return events
+        return self._without_known(events)
+
+    def _without_known(self, events: list[StreamEvent]) -> list[StreamEvent]:
+        """Leave out chunks that an earlier attempt wrote, too. That is so after the server has lost its last writes.
+
+        With several choices the offset does not tell whose tokens have come, so nothing is left out. A chunk that has
+        both known and new tokens is not cut, as its text cannot be.
+        """
+        new = []
+        for event in events:
+            if isinstance(event, ChunkEvent):
+                self._has_choices |= event.index > 0
+                is_known = event.offset <= self._tokens and event.token_ids and event.finish_reason is None
+                if is_known and not self._has_choices:
+                    continue
+                self._tokens = max(self._tokens, event.offset)
+            elif isinstance(event, RowsEvent):
+                if event.first + event.count <= self._tokens:
+                    continue
+                self._tokens = event.first + event.count
+            new.append(event)
+        return new
 
     @contextmanager
     def _naming_request(self) -> Iterator[None]:
@@ -284,15 +322,15 @@ class _Reader:
         """Add a heartbeat to a pipeline, if the request needs one."""
         if self.abandon_after is not None:
             self.heartbeat_at = time.monotonic() + heartbeat_interval(self.abandon_after)
-            send_heartbeat(pipe, self.request_id)
+            send_heartbeat(pipe, self._id_in_keys)
 
     def add_check(self, pipe: Any) -> None:
         """Add a check to a pipeline. The `ended` key is read first, because an ended request gets no new stream."""
         self._checked_at = time.monotonic()
         self._has_checked = True
-        pipe.exists(ended_key(self.request_id))
+        pipe.exists(ended_key(self._id_in_keys))
         pipe.xrevrange(self.key, count=1)
-        get_abandon_after(pipe, self.request_id)
+        get_abandon_after(pipe, self._id_in_keys)
 
     def checked(self, has_ended: int, newest: Any, listener: bytes | None) -> StreamExpiredError | None:
         """Read the replies of a check. Returns an error if the stream has expired."""
@@ -300,7 +338,7 @@ class _Reader:
             self._set_abandon_after(read_abandon_after(listener))
         if not newest and (has_ended or self.last_id != BEGINNING):
             self.ended = True
-            return StreamExpiredError(self.request_id, self.last_id)
+            return StreamExpiredError(self.request_id, self.last_id, has_ended=bool(has_ended))
         if newest:
             with self._naming_request():
                 event = read_entry(*newest[0])

@@ -5,7 +5,7 @@ rejects every duplicate and every write of a fenced worker: one whose request an
 even if the fenced worker has generated more tokens than its successor.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, Literal, Self, TypeAlias
@@ -20,6 +20,7 @@ from headrace_broker.keys import (
     REQUEUED_SECONDS,
     ended_key,
     engine_losses_key,
+    shard_probe_key,
     stream_key,
 )
 from headrace_broker.models.identity import ModelIdentity
@@ -28,6 +29,8 @@ from headrace_broker.results import ErrorInfo, PromptLogprobs, TokenLogprobs, Us
 from headrace_broker.scripts import script
 from headrace_broker.server.connections import REDIS_ERRORS
 from headrace_broker.server.held_connection import HeldConnection
+from headrace_broker.server.shards import key_prefix
+from headrace_broker.server.stream_table import MAIN
 from headrace_broker.streams.events import (
     ChunkEvent,
     EndEvent,
@@ -37,6 +40,8 @@ from headrace_broker.streams.events import (
     read_entry,
     read_flat_entry,
 )
+from headrace_broker.streams.grant import Grant
+from headrace_wire.wire_number import WIRE_NUMBER
 
 END_STREAM: Final = script("stream_prelude", "stream_end")
 _CLAIM: Final = script("stream_prelude", "stream_claim")
@@ -44,6 +49,7 @@ _PUBLISH: Final = script("stream_prelude", "stream_publish")
 
 _ENDED: Final = 1
 _OF_ANOTHER_MESSAGE: Final = 2
+_STALE: Final = 3
 """States of a claim that `stream_claim.lua` returns."""
 
 Attempt: TypeAlias = tuple[str, int]
@@ -176,8 +182,10 @@ def end_data(finish_reason: str, usage: Usage | None, error: ErrorInfo | None) -
 class StreamClaim:
     """The right to write to a stream as `attempt`, and the entries of earlier attempts.
 
-    The claim failed, and the worker must not write, in two cases. If `ended` is set, the request had already ended. If
-    `is_of_another_message` is true, the stream belongs to another message with the same request id.
+    The claim failed, and the worker must not write, in three cases. If `ended` is set, the request had already ended.
+    If `is_of_another_message` is true, the stream belongs to another message with the same request id. If `is_stale` is
+    true, `attempt` is the last one, and was begun under another lease. If the worker still has its lease, it needs a
+    higher number: `Leases.regrant`.
     """
 
     attempt: int
@@ -188,6 +196,12 @@ class StreamClaim:
     is_of_another_message: bool = False
     has_replaced: bool = False
     """The stream had an id so high that no entry could follow. It was deleted and created again."""
+    is_stale: bool = False
+
+    @property
+    def continues(self) -> bool:
+        """Whether an earlier attempt had begun."""
+        return any(entry.attempt < self.attempt for entry in self.entries)
 
 
 def begun_with(entries: Iterable[StreamEvent], model: ModelIdentity) -> ModelIdentity | None:
@@ -218,15 +232,18 @@ def draws_of(entries: Iterable[StreamEvent]) -> set[str]:
 
 
 class StreamWriter:
-    """Writes the streams of a worker's requests.
+    """Writes the streams of a worker's requests at one home.
 
     `client` must return bytes (`connections.connect`). Only one thread may publish. Every method may be repeated if its
-    reply was lost; a repeated claim begins one more attempt. Redis's errors pass through.
+    reply was lost; a repeated claim without a grant begins one more attempt. Redis's errors pass through.
+
+    `home` may be a shard of a Redis Cluster, whose slot the client serves.
     """
 
-    def __init__(self, client: "redis.Redis", ttl_seconds: int) -> None:
+    def __init__(self, client: "redis.Redis", ttl_seconds: int, home: str = MAIN) -> None:
         self._client: Final = client
         self._ttl_seconds: Final = ttl_seconds
+        self._prefix: Final = key_prefix(home)
         self._claim: Final = _CLAIM.bound(client)
         self._publish: Final = client.register_script(_PUBLISH.text)
         self._held: Final = HeldConnection(client)
@@ -243,14 +260,18 @@ class StreamWriter:
         prompt_tokens: int | None = None,
         prompt_tail: str | None = None,
         draws: str | None = None,
+        grant: Grant | None = None,
     ) -> StreamClaim:
         """Take the request over from the worker that had it, if any. A stream that has ended is not changed.
 
         `content` is the digest of the message. A stream that belongs to a message of other content is not changed
-        either.
+        either. `grant` is the lease of the message. Its number becomes that of the attempt, unless another lease has
+        begun an attempt with this number or a higher one: then the claim is stale. Without a grant, the attempt follows
+        the last one, whose worker may be the rightful one.
         """
         given = {
             "worker": worker_name,
+            "wire": WIRE_NUMBER,
             "content": content,
             "traceparent": traceparent,
             "abandon_after": abandon_after,
@@ -258,20 +279,23 @@ class StreamWriter:
             "prompt_tokens": prompt_tokens,
             "prompt_tail": prompt_tail,
             "draws": draws,
+            "owner": grant.owner if grant is not None else None,
         }
         start = {name: value for name, value in given.items() if value is not None}
         attempt, state, raw, losses, replaced = self._claim(
             pack(start),
             self._ttl_seconds,
             content or "",
-            stream=stream_key(request_id),
-            engine_losses=engine_losses_key(request_id),
-            ended=ended_key(request_id),
+            *((grant.number, grant.owner) if grant is not None else ("", "")),
+            stream=stream_key(self._prefix + request_id),
+            engine_losses=engine_losses_key(self._prefix + request_id),
+            ended=ended_key(self._prefix + request_id),
         )
         entries = [read_flat_entry(entry) for entry in raw]
         last = entries[-1] if state == _ENDED else None
         ended = last if isinstance(last, EndEvent) else None
-        return StreamClaim(attempt, entries, ended, losses, state == _OF_ANOTHER_MESSAGE, bool(replaced))
+        is_of_another = state == _OF_ANOTHER_MESSAGE
+        return StreamClaim(attempt, entries, ended, losses, is_of_another, bool(replaced), state == _STALE)
 
     def publish(self, writes: Iterable[StreamWrite], packed: bytes | None = None) -> dict[Attempt, WriteOutcome]:
         """Append all entries in one round trip. Return the attempts that had an entry refused, with the reason.
@@ -286,8 +310,32 @@ class StreamWriter:
         if not writes:
             return {}
         packed = packed or pack_writes(writes)
+        self.send(writes, packed)
+        return self.receive(writes, packed)
+
+    def send(self, writes: Sequence[StreamWrite], packed: bytes) -> None:
+        """Send a call of `publish`, to read its reply later by `receive`. Redis's errors pass through."""
         # As one argument and without KEYS: each argument costs redis-py more time than Redis needs to unpack them all.
-        failed = self._held.run(self._publish, [self._ttl_seconds, packed])
+        self._held.send(self._publish, self._arguments(packed), self._routing_keys(writes))
+
+    def _arguments(self, packed: bytes) -> list[Any]:
+        return [self._ttl_seconds, packed, self._prefix]
+
+    def _routing_keys(self, writes: Sequence[StreamWrite]) -> list[str]:
+        """Return the key by which a node of a Redis Cluster knows whether it has the slot of all these streams."""
+        return [stream_key(self._prefix + writes[0].request_id)] if self._prefix else []
+
+    def has_reply(self, timeout: float) -> bool:
+        """Wait `timeout` seconds at most, and return whether `receive` would not wait for the reply."""
+        return self._held.has_reply(timeout)
+
+    def disconnect(self) -> None:
+        """Give up a call that was sent: its entries may or may not be written."""
+        self._held.close()
+
+    def receive(self, writes: Sequence[StreamWrite], packed: bytes) -> dict[Attempt, WriteOutcome]:
+        """Return what `publish` returns for these writes, which were sent. Redis's errors pass through."""
+        failed = self._held.receive(self._publish, self._arguments(packed), self._routing_keys(writes))
         outcomes: dict[Attempt, WriteOutcome] = {}
         for position, outcome in zip(failed[::2], failed[1::2], strict=True):
             outcomes.setdefault(writes[position].key, WriteOutcome(outcome.decode()))
@@ -295,11 +343,11 @@ class StreamWriter:
 
     def exists(self, request_id: str) -> bool:
         """Return whether the request has a stream: it was begun or ended. Redis's errors pass through."""
-        return bool(self._client.exists(stream_key(request_id)))
+        return bool(self._client.exists(stream_key(self._prefix + request_id)))
 
     def recorded(self, request_id: str) -> list[StreamEvent]:
         """Return all entries of the stream. Redis's errors pass through."""
-        entries: Any = self._client.xrange(stream_key(request_id))
+        entries: Any = self._client.xrange(stream_key(self._prefix + request_id))
         return [read_entry(entry_id, fields) for entry_id, fields in entries]
 
     def keep(self, request_id: str) -> None:
@@ -307,18 +355,19 @@ class StreamWriter:
 
         Call it before the request returns to the queue: the next worker may claim it at once.
         """
-        self._client.expire(stream_key(request_id), max(self._ttl_seconds, REQUEUED_SECONDS))
+        self._client.expire(stream_key(self._prefix + request_id), max(self._ttl_seconds, REQUEUED_SECONDS))
 
     def takes_writes(self) -> bool:
         """Return whether the server accepts writes now, tested with a key that belongs to no request."""
+        key = shard_probe_key(self._prefix.removesuffix(":")) if self._prefix else PROBE_KEY
         try:
-            return bool(self._client.set(PROBE_KEY, "1", px=1))
+            return bool(self._client.set(key, "1", px=1))
         except REDIS_ERRORS:
             return False
 
     def mark_gone(self, request_id: str) -> None:
         """Mark the request as ended, so that nothing waits for its deleted stream. Redis's errors pass through."""
-        self._client.set(ended_key(request_id), "1", ex=self._ttl_seconds + ENDED_SECONDS)
+        self._client.set(ended_key(self._prefix + request_id), "1", ex=self._ttl_seconds + ENDED_SECONDS)
 
     def record_engine_losses(self, losses: Mapping[str, int]) -> None:
         """Store for each request how many engine processes died while they ran it, including those of other workers.
@@ -328,12 +377,12 @@ class StreamWriter:
         """
         with self._client.pipeline(transaction=False) as pipe:
             for request_id, count in losses.items():
-                pipe.set(engine_losses_key(request_id), count, ex=ENGINE_LOSSES_SECONDS)
+                pipe.set(engine_losses_key(self._prefix + request_id), count, ex=ENGINE_LOSSES_SECONDS)
             pipe.execute()
 
     def forget_engine_losses(self, request_id: str) -> None:
         """Delete the count of a request that has proved not to kill engines. Redis's errors pass through."""
-        self._client.delete(engine_losses_key(request_id))
+        self._client.delete(engine_losses_key(self._prefix + request_id))
 
     def end_unclaimed(self, request_id: str, finish_reason: str, error: ErrorInfo | None, content: str = "") -> Ending:
         """End a stream that this worker did not claim, or no longer holds.
@@ -345,7 +394,8 @@ class StreamWriter:
         if content:
             data["content"] = content
         args = (pack(data), self._ttl_seconds, self._ttl_seconds, content)
-        found = self._end(*args, stream=stream_key(request_id), ended=ended_key(request_id))
+        name = self._prefix + request_id
+        found = self._end(*args, stream=stream_key(name), ended=ended_key(name))
         if found is None:
             return Ending.WRITTEN
         return Ending.HAD_ENDED if found else Ending.OF_ANOTHER_MESSAGE

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from headrace_broker import AsyncClient, BrokerSettings
-from headrace_broker.client.client import unavailable
+from headrace_broker.client.unavailable import unavailable
 from headrace_gateway import ApiError
 from headrace_gateway.batch.answer_file import AnswerFile
 from headrace_gateway.batch.input_file import InputFile
@@ -139,7 +139,7 @@ class BatchRun:
         answered = self._find_answered(known, is_ours=not run.is_new)
         run.begin()
         self._on_progress(self.counts)
-        async with patient_hub(client.settings.redis_url) as hub:
+        async with patient_hub(client.settings) as hub:
             requests = LineRequests(
                 client,
                 hub,

@@ -48,7 +48,7 @@ def generate(
     params = {
         name: list(value) if name == "stop" else value for name, value in sampling.items() if value not in (None, ())
     }
-    with Client(redis_url) as client:
+    with Client(options.broker_settings(redis_url)) as client:
         messages = [{"role": "system", "content": system}] if system else []
         messages.append({"role": "user", "content": text})
         request_id = client.submit(
@@ -76,7 +76,7 @@ def generate(
 @options.as_json
 def status(request_id: str, redis_url: str, as_json: bool) -> None:
     """Print the state of the request REQUEST_ID: pending (queued or unknown), running, or finished and why."""
-    with Client(redis_url) as client:
+    with Client(options.broker_settings(redis_url)) as client:
         found = client.status(request_id)
     if as_json:
         click.echo(json.dumps(asdict(found)))
@@ -98,7 +98,7 @@ def cancel(request_id: str, redis_url: str, as_json: bool) -> None:
     Exit code 1 if the request has already ended, or if its id is unknown. An id is unknown if there is no stream, no
     result and no message with it in the queue of a registered model.
     """
-    with Client(redis_url) as client:
+    with Client(options.broker_settings(redis_url)) as client:
         is_known = client.is_known(request_id)
         cancelled = is_known is not False and client.cancel(request_id)
     if as_json:

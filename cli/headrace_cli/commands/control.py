@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from headrace_broker.app import make_app
-from headrace_broker.client.client import unavailable
+from headrace_broker.client.unavailable import unavailable
 from headrace_broker.settings import BrokerSettings
 from headrace_cli.commands import options
 from headrace_monitoring.logging import LEVELS

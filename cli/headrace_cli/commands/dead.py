@@ -1,6 +1,7 @@
 """`headrace dead-letters`: messages that are no longer delivered."""
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -42,8 +43,8 @@ def _selection(command: Callable[..., Any]) -> Callable[..., Any]:
 @options.as_json
 def list_letters(limit: int, model: str | None, reason: str | None, redis_url: str, as_json: bool) -> None:
     """List dead letters, the newest first: letter id, request id, age, queue, deliveries and reason."""
-    with Client(redis_url) as client:
-        letters = [letter for letter in client.dead_letters() if _matches(letter, model, reason)][:limit]
+    with Client(options.broker_settings(redis_url)) as client:
+        letters = [letter for letter in _letters(client)[0] if _matches(letter, model, reason)][:limit]
     if as_json:
         click.echo(json.dumps([_summary(letter) for letter in letters]))
         return
@@ -61,8 +62,8 @@ def list_letters(limit: int, model: str | None, reason: str | None, redis_url: s
 @options.redis_url
 def inspect_letter(name: str, body: bool, redis_url: str) -> None:
     """Print one dead letter as JSON, without its prompt unless --body is given."""
-    with Client(redis_url) as client:
-        [letter, *_] = _select(client.dead_letters(), (name,), False, None, None)
+    with Client(options.broker_settings(redis_url)) as client:
+        [letter, *_] = _select(_letters(client)[0], (name,), False, None, None)
     found = _summary(letter)
     if body:
         found["body"] = letter.body.decode(errors="backslashreplace")
@@ -72,19 +73,38 @@ def inspect_letter(name: str, body: bool, redis_url: str) -> None:
 @dead_letters.command("requeue")
 @_selection
 def requeue_letters(redis_url: str, as_json: bool, **selection: Any) -> None:
-    """Return messages to their queues under their old ids; their requests start over."""
-    with Client(redis_url) as client:
-        count = len(client.requeue_dead_letters(_select(client.dead_letters(), **selection)))
+    """Return messages to their queues under their old ids; their requests start over.
+
+    Exit code 1 if a server of queues is away. The messages of the others are returned.
+    """
+    with Client(options.broker_settings(redis_url)) as client:
+        letters, is_complete = _letters(client)
+        count = len(client.requeue_dead_letters(_select(letters, **selection)))
     click.echo(json.dumps({"requeued": count}) if as_json else f"{count} requeued")
+    sys.exit(not is_complete)
 
 
 @dead_letters.command("purge")
 @_selection
 def purge_letters(redis_url: str, as_json: bool, **selection: Any) -> None:
-    """Delete messages permanently."""
-    with Client(redis_url) as client:
-        count = client.purge_dead_letters(_select(client.dead_letters(), **selection))
+    """Delete messages permanently.
+
+    Exit code 1 if a server of queues is away. The messages of the others are deleted.
+    """
+    with Client(options.broker_settings(redis_url)) as client:
+        letters, is_complete = _letters(client)
+        count = client.purge_dead_letters(_select(letters, **selection))
     click.echo(json.dumps({"purged": count}) if as_json else f"{count} deleted")
+    sys.exit(not is_complete)
+
+
+def _letters(client: Client) -> tuple[list[DeadLetter], bool]:
+    """Return the dead letters of all servers that answer, and whether these are all servers. Name the others."""
+    missing: list[str] = []
+    letters = client.dead_letters(on_away=missing.append)
+    for message in missing:
+        click.echo(message, err=True)
+    return letters, not missing
 
 
 def _select(

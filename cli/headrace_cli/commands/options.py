@@ -1,5 +1,6 @@
 """Flags of commands: flags that several commands share, and flags that are made from declared options."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_origin
@@ -10,7 +11,10 @@ from headrace_broker.settings import BrokerSettings
 from headrace_wire.environment import variable_of
 from headrace_wire.option import Option, options_of
 
-_URL = next(option for option in options_of(BrokerSettings) if option.name == "redis_url")
+_URL, *_OTHER_URLS = (
+    next(option for option in options_of(BrokerSettings) if option.name == name)
+    for name in ("redis_url", "queue_urls", "stream_urls")
+)
 
 redis_url: Callable[..., Any] = click.option(
     "--redis-url",
@@ -21,6 +25,15 @@ redis_url: Callable[..., Any] = click.option(
     help=_URL.help,
 )
 as_json: Callable[..., Any] = click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
+
+
+def broker_settings(redis_url: str) -> BrokerSettings:
+    """Return the servers of a command: that of its flag, and those of HEADRACE_QUEUE_URLS and HEADRACE_STREAM_URLS.
+
+    Raises SettingsError.
+    """
+    queue_urls, stream_urls = (os.environ.get(variable_of(option), "") for option in _OTHER_URLS)
+    return BrokerSettings(redis_url=redis_url, queue_urls=queue_urls, stream_urls=stream_urls)
 
 
 Command = Callable[..., Any]

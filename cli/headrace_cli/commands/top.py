@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace_broker.app import make_app
-from headrace_broker.client.client import unavailable
+from headrace_broker.client.unavailable import unavailable
 from headrace_broker.server.connections import connect
-from headrace_broker.settings import BrokerSettings
+from headrace_broker.server.queue_servers import QueueServers
 from headrace_cli.commands import options
 from headrace_cli.service_sampler import ServiceSampler, report
 
@@ -35,14 +35,15 @@ def top(redis_url: str, interval: float, once: bool, as_json: bool) -> None:
     The command reads Redis, and asks the workers through Celery's remote control. --json prints one report, with the
     rates of one interval, and exits. Press Ctrl-C to stop.
     """
-    settings = BrokerSettings(redis_url=redis_url)
+    settings = options.broker_settings(redis_url)
     with (
         suppress(KeyboardInterrupt),
         make_app(settings) as app,
         unavailable(settings, "read the state of the service"),
         connect(settings.redis_url) as client,
+        QueueServers(client, settings.url_by_queue) as servers,
     ):
-        _show(ServiceSampler(client, app), interval, once=once, as_json=as_json)
+        _show(ServiceSampler(client, app, servers=servers), interval, once=once, as_json=as_json)
 
 
 def _show(sampler: ServiceSampler, interval: float, *, once: bool, as_json: bool) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from headrace_engine.errors import ModelFetchError
-from headrace_engine.system.private_folder import first_private, make_private
+from headrace_engine.system.private_folder import candidates, first_private, make_private
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,13 @@ _CONVERTED_BY = ("accelerate", "gguf", "torch", "transformers")
 def resolve(model: str, dtype: str = "auto", python: str | None = None) -> str | Path:
     """Replace the name of the default model by its folder. Return other models unchanged."""
     return fetch(dtype, python=python) if model == NAME else model
+
+
+def find(dtype: str = "auto") -> Path | None:
+    """Return the folder of the model if a cache of this user has it. Downloads nothing."""
+    dtype = "bfloat16" if dtype == "auto" else dtype
+    folders = (place / dtype / NAME for place in candidates("models", _environ()))
+    return next((folder for folder in folders if (folder / "model.safetensors").exists()), None)
 
 
 def fetch(dtype: str = "auto", progress: Callable[[str], None] = logger.info, *, python: str | None = None) -> Path:
@@ -53,9 +60,7 @@ def fetch(dtype: str = "auto", progress: Callable[[str], None] = logger.info, *,
 
 
 def _fetch(dtype: str, progress: Callable[[str], None], python: str) -> Path:
-    # XDG_RUNTIME_DIR is in memory, and small.
-    environ = {name: value for name, value in os.environ.items() if name != "XDG_RUNTIME_DIR"}
-    place = make_private(first_private("models", progress, environ) / dtype)
+    place = make_private(first_private("models", progress, _environ()) / dtype)
     folder = place / NAME
     if folder.exists():
         make_private(folder)  # otherwise another user could have placed other weights there
@@ -82,6 +87,11 @@ def _fetch(dtype: str, progress: Callable[[str], None], python: str) -> Path:
                 raise
     progress(f"{NAME} is in {folder}")
     return folder
+
+
+def _environ() -> dict[str, str]:
+    """Return the environment without XDG_RUNTIME_DIR, which is in memory, and small."""
+    return {name: value for name, value in os.environ.items() if name != "XDG_RUNTIME_DIR"}
 
 
 def _readable_by_all(folder: Path) -> Path:

@@ -144,14 +144,6 @@ class EngineCore:
             result.set_exception(LoRAError(NO_LORA))
         return result
 
-    @property
-    def is_prepared_for_grammars(self) -> bool:
-        return self._grammars.is_loaded
-
-    def prepare_for_grammars(self) -> None:
-        """Read the vocabulary for grammars, once. Blocks all threads, so call it when the engine is idle."""
-        self._grammars.load()
-
     def check_integrity(self) -> None:
         """Assert the invariants of an engine that is idle."""
         assert self._executor.is_idle or self.scheduler.has_work()

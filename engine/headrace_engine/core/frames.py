@@ -9,13 +9,14 @@ A process that speaks this protocol is an engine. `core.serving` implements it f
                       ["outputs", step] ["failed", sentence, kind]
                       ["answer", number, value] ["refused", number, sentences, kind]
                       ["log", level, logger, line]                       (the parent writes it to the one log)
+                      ["loading", share of the weights that is loaded]
 
 The kind in "add" is "generate" for an `EngineCoreRequest` and "pool" for a `PoolingCoreRequest`. A model takes one of
 the two: "pool" if its `ModelInfo.pooling` is set.
 
-Before "ready", a child may send only "log" and "failed". It ends after it has sent "failed", when "stop" arrives, and
-when the parent has closed a pipe. The kind of an error is the name of an exception class. For errors of options, models
-and requests, the parent raises an exception of the same class.
+Before "ready", a child may send only "log", "loading" and "failed". It ends after it has sent "failed", when "stop"
+arrives, and when the parent has closed a pipe. The kind of an error is the name of an exception class. For errors of
+options, models and requests, the parent raises an exception of the same class.
 """
 
 import os
@@ -27,7 +28,7 @@ from typing import Any, Final
 
 import msgpack
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 """Version of the frames. It grows with every change that an older side cannot read."""
 _READ_SIZE = 1 << 16
 

@@ -137,25 +137,6 @@ class GrammarPreparation:
         """Return the ids of the new requests that wait."""
         return [name for name, (request, _) in self._waiting.items() if request.status is RequestState.WAITING]
 
-    @property
-    def is_loaded(self) -> bool:
-        """Whether the creation of the compiler has succeeded or failed."""
-        return self._compiler is not None or self._failure is not None
-
-    def load(self) -> None:
-        """Create the compiler, once. It reads the whole vocabulary and blocks all threads for up to a second.
-
-        Call it when the engine is idle, so that the first request with a grammar does not stall the others.
-        """
-        if not self.is_loaded:
-            try:
-                self._compiler = self._create_compiler()
-            except GrammarError as error:
-                self._failure = f"structured_outputs: {error}"
-            except Exception as error:  # noqa: BLE001  # requests without a grammar are not affected
-                self._failure = f"the compiler of grammars could not be created: {type(error).__name__}: {error}"
-                logger.error("%s", self._failure)
-
     def add(self, request: Request, failed: Grammar | None = None) -> None:
         """Compile the grammar of a request. `failed` is its earlier grammar, if the request had one that failed."""
         self._waiting[request.request_id] = (request, self._thread.submit(self._prepare, request, failed))
@@ -180,8 +161,22 @@ class GrammarPreparation:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
+    def _load(self) -> None:
+        """Create the compiler, for the first grammar.
+
+        It takes 0.7 KB of memory for each token of the vocabulary, which an engine without grammars does not need.
+        """
+        if self._compiler is None and self._failure is None:
+            try:
+                self._compiler = self._create_compiler()
+            except GrammarError as error:
+                self._failure = f"structured_outputs: {error}"
+            except Exception as error:  # noqa: BLE001  # requests without a grammar are not affected
+                self._failure = f"the compiler of grammars could not be created: {type(error).__name__}: {error}"
+                logger.error("%s", self._failure)
+
     def _prepare(self, request: Request, failed: Grammar | None = None) -> PreparedRequest:
-        self.load()
+        self._load()
         if self._compiler is None:
             return PreparedRequest(request, None, self._failure)
         params = request.sampling_params.structured_outputs

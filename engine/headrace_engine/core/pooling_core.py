@@ -31,8 +31,6 @@ class PoolingCore:
         ConfigError: an option does not fit a pooling model.
     """
 
-    is_prepared_for_grammars = True
-
     def __init__(self, config: EngineConfig, runner: PoolingRunner) -> None:
         self.runner = runner
         self.model_info = runner.load_model()
@@ -135,6 +133,3 @@ class PoolingCore:
 
     def shutdown(self) -> None:
         self.runner.shutdown()
-
-    def prepare_for_grammars(self) -> None:
-        """Do nothing: there are no grammars."""

@@ -69,6 +69,8 @@ class EngineCoreProcess:
         finally:
             os.close(child_read)
             os.close(child_write)
+        self.load_progress = 0.0
+        """Share of the weights that is loaded, 0 to 1, as far as the child has told."""
         self._model_info: ModelInfo | None = None
         self._capabilities = EngineCapabilities()
         self._pending: list[EngineCoreOutputs] = []
@@ -210,6 +212,8 @@ class EngineCoreProcess:
             elif kind == "log":
                 level, name, line = values
                 logging.getLogger(name).log(level, "%s", line)
+            elif kind == "loading":
+                self.load_progress = values[0]
             elif kind == "ready":
                 self._on_ready(*values)
             elif kind == "answer":

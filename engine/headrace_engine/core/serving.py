@@ -26,6 +26,8 @@ from headrace_engine.options.config import EngineConfig
 from headrace_engine.requests.pooling_request import PoolingCoreRequest
 from headrace_engine.requests.request import EngineCoreRequest
 from headrace_engine.runner.contracts import ModelInfo
+from headrace_engine.system.heap import release_freed_heap
+from headrace_engine.system.load_progress import RECORD_FIELD
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +35,6 @@ _REQUESTS: dict[str, type[EngineCoreRequest] | type[PoolingCoreRequest]] = {
     kind.KIND: kind for kind in (EngineCoreRequest, PoolingCoreRequest)
 }
 _PR_SET_PDEATHSIG = 1
-_IDLE_SECONDS = 1.0
 
 
 class Core(Protocol):
@@ -71,13 +72,6 @@ class Core(Protocol):
         """Assert that no state of finished requests is left. Called when there is no work."""
 
     def shutdown(self) -> None: ...
-
-    @property
-    def is_prepared_for_grammars(self) -> bool:
-        """Whether `prepare_for_grammars` has nothing to do."""
-
-    def prepare_for_grammars(self) -> None:
-        """Load what the first grammar needs. Called in the first idle second."""
 
 
 def run(make_core: Callable[[EngineConfig], Core], read_fd: int, write_fd: int) -> int:
@@ -159,6 +153,8 @@ class _LogSender(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._connection.send(["log", record.levelno, record.name, self.format(record)])
+            if (share := getattr(record, RECORD_FIELD, None)) is not None:
+                self._connection.send(["loading", share])
         except OSError:
             self.handleError(record)  # the parent is gone; the next frame of the core ends the child
 
@@ -177,26 +173,17 @@ def _serve(core: Core, connection: Connection, commands: "queue.SimpleQueue[Any]
         if not core.has_work():
             core.check_integrity()
         while not commands.empty() or not core.has_work():
-            kind, *values = _next_command(core, commands)
+            kind, *values = commands.get()
             if kind == "add":
                 core.add_request(_REQUESTS[values[0]].from_wire(values[1]))
             elif kind == "abort":
                 core.abort_requests(values[0])
             elif kind == "call":
                 _answer(connection, values[0], core.call(values[1], *values[2]))
+                release_freed_heap()  # the answer may have been a large tokenizer
             elif kind != "wake":
                 return
         connection.send(["outputs", core.step().to_wire()])
-
-
-def _next_command(core: Core, commands: "queue.SimpleQueue[Any]") -> list[Any]:
-    """Wait for a command. Prepare for grammars in the first idle period, because the preparation stalls all steps."""
-    if not core.is_prepared_for_grammars:
-        try:
-            return list(commands.get(timeout=_IDLE_SECONDS))
-        except queue.Empty:
-            core.prepare_for_grammars()
-    return list(commands.get())
 
 
 def _answer(connection: Connection, number: int, call: "Future[Any]") -> None:

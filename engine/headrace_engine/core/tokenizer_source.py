@@ -1,7 +1,8 @@
 """The model's tokenizer as the core needs it: for its clients, and for grammars. Imports no torch."""
 
+import zlib
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from headrace_engine.core.runner_factory import load_tokenizer
@@ -13,7 +14,7 @@ from headrace_engine.text.tokenizer_parts import TokenizerParts
 
 
 class TokenizerSource:
-    """Loads the tokenizer at the first use. Keeps it only until the grammar compiler has been created from it."""
+    """Loads the tokenizer at the first use. Keeps it, compressed, until the grammar compiler has been created."""
 
     def __init__(self, config: EngineConfig, model_info: ModelInfo) -> None:
         self._config = config
@@ -30,17 +31,21 @@ class TokenizerSource:
             described.set_exception(error)
         else:
             if not self._has_compiler:
-                self._parts = parts
+                self._parts = replace(parts, tokenizer_json=zlib.compress(parts.tokenizer_json, level=1))
             described.set_result(asdict(parts))
         return described
 
     def create_grammar_compiler(self) -> GrammarCompiler:
         """Create the compiler for this tokenizer. Raises ModelLoadError if the model has no usable tokenizer."""
         self._has_compiler = True
-        parts, self._parts = self._parts or load_tokenizer(self._config), None
+        kept, self._parts = self._parts, None
+        if kept is None:
+            parts = load_tokenizer(self._config)
+        else:
+            parts = replace(kept, tokenizer_json=zlib.decompress(kept.tokenizer_json))
         return GrammarCompiler(
             TokenizerDefinition(
-                tokenizer_json=parts.tokenizer_json.decode(),
+                tokenizer_json=parts.tokenizer_json,
                 vocab_size=self._model_info.vocab_size,
                 eos_token_ids=self._model_info.with_end_token(parts.eos_token_id).eos_token_ids,
             )

@@ -110,7 +110,9 @@ class GrammarChecker:
         self._finalizer = weakref.finalize(self, _end, process)
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # `_try` notices the end of the process when it reads the answer
-            process.stdin.write(json.dumps(asdict(definition)).encode() + b"\n")
+            sizes = definition.vocab_size, list(definition.eos_token_ids), len(definition.tokenizer_json)
+            process.stdin.write(json.dumps(sizes).encode() + b"\n")
+            process.stdin.write(definition.tokenizer_json)
         return process
 
 
@@ -130,14 +132,19 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 def _serve() -> None:
     lines = sys.stdin.buffer
-    definition = lines.readline()
-    if not definition:
+    sizes = lines.readline()
+    if not sizes:
         return
+    vocab_size, eos_token_ids, num_bytes = json.loads(sizes)
+    content = lines.read(num_bytes)
     compiler: GrammarCompiler | str
     try:
-        compiler = GrammarCompiler(TokenizerDefinition(**json.loads(definition)))
+        compiler = GrammarCompiler(
+            TokenizerDefinition(tokenizer_json=content, vocab_size=vocab_size, eos_token_ids=eos_token_ids)
+        )
     except GrammarError as error:
         compiler = str(error)
+    del content
     with open("/proc/self/statm") as sizes:  # noqa: PTH123
         in_use = int(sizes.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + _MEMORY_BYTES,) * 2)

@@ -3,6 +3,7 @@
 Imports no torch: the core computes the token masks for all runners.
 """
 
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from headrace_engine.grammar.errors import DeadEndError, GrammarError, TooComple
 from headrace_engine.grammar.source import after_thought, closing_tag, grammar_source
 from headrace_engine.grammar.text_tokens import as_text
 from headrace_engine.requests.structured_outputs_params import StructuredOutputsParams
+from headrace_engine.system.heap import release_freed_heap
 
 # Limits of one mask: about ten times what large real schemas need, and a tenth of the library's limits. With the
 # library's limits, a hostile grammar takes almost a second for one mask.
@@ -53,8 +55,8 @@ _OPENING_TOKENS = 16
 class TokenizerDefinition:
     """The properties of the tokenizer and the model that a grammar needs."""
 
-    tokenizer_json: str
-    """The content of `tokenizer.json`, including added tokens."""
+    tokenizer_json: bytes
+    """The content of `tokenizer.json` in UTF-8, including added tokens."""
     vocab_size: int
     """Vocabulary size of the model. Masks cover the larger of the vocabularies of the model and the tokenizer."""
     eos_token_ids: Sequence[int]
@@ -308,14 +310,20 @@ def _num_bytes(tokenizer: LLTokenizer, token_ids: Sequence[int]) -> int:
 
 
 def _create_tokenizer(definition: TokenizerDefinition) -> LLTokenizer:
-    text, end = as_text(definition.tokenizer_json), list(definition.eos_token_ids)
-    try:
+    end = list(definition.eos_token_ids)
+    with open(os.memfd_create("tokenizer"), "wb") as file:  # noqa: PTH123  # a text would take five times the memory
+        file.write(as_text(definition.tokenizer_json))
+        file.flush()
+        path = f"/proc/self/fd/{file.fileno()}"
         try:
-            return LLTokenizer(text, n_vocab=definition.vocab_size, eos_token=end)
+            try:
+                return LLTokenizer(path, n_vocab=definition.vocab_size, eos_token=end)
+            except ValueError as error:
+                if "vocab size too small" not in str(error):
+                    raise
+                # The tokenizer has more tokens than the model. The masks then cover all tokens of the tokenizer.
+                return LLTokenizer(path, eos_token=end)
         except ValueError as error:
-            if "vocab size too small" not in str(error):
-                raise
-            # The tokenizer has more tokens than the model. The masks then cover all tokens of the tokenizer.
-            return LLTokenizer(text, eos_token=end)
-    except ValueError as error:
-        raise GrammarError(f"the model's tokenizer cannot be used with grammars: {sentence(str(error))}") from error
+            raise GrammarError(f"the model's tokenizer cannot be used with grammars: {sentence(str(error))}") from error
+        finally:
+            release_freed_heap()

@@ -8,7 +8,7 @@ _TAG: Final = re.compile(r"<[!-~]*>")
 """Only ASCII without white space: such a token is its own text even in a byte-level vocabulary."""
 
 
-def as_text(tokenizer_json: str) -> str:
+def as_text(tokenizer_json: bytes) -> bytes:
     """Return a tokenizer in which added tokens in angle brackets are ordinary tokens, unless they are special.
 
     llguidance takes every added token in angle brackets for a special one, and no text in a grammar matches a special
@@ -23,13 +23,17 @@ def as_text(tokenizer_json: str) -> str:
     # also the added tokens that stay: otherwise their ids would be counted from the new size of the vocabulary
     vocabulary.update({token["content"]: token["id"] for token in added})
     tokenizer["added_tokens"] = [token for token in added if not _is_tag(token)]
-    return json.dumps(tokenizer, ensure_ascii=False)
+    return json.dumps(tokenizer, ensure_ascii=False).encode()
 
 
-def _added_tokens(tokenizer_json: str) -> list[dict[str, Any]]:
+def _added_tokens(tokenizer_json: bytes) -> list[dict[str, Any]]:
     """Parse only the added tokens: the whole file may have tens of megabytes."""
-    found = re.search(r'"added_tokens"\s*:\s*(?=\[)', tokenizer_json)
-    added: list[dict[str, Any]] = json.JSONDecoder().raw_decode(tokenizer_json, found.end())[0] if found else []
+    found = re.search(rb'"added_tokens"\s*:\s*(?=\[)', tokenizer_json)
+    if found is None:
+        return []
+    model = tokenizer_json.find(b'"model":', found.end())  # in a token, the quotes would be escaped
+    text = tokenizer_json[found.end() : model if model >= 0 else None].decode()
+    added: list[dict[str, Any]] = json.JSONDecoder().raw_decode(text)[0]
     return added
 
 

@@ -5,6 +5,7 @@ Imports no torch, and transformers only for chats, so that a process without a m
 """
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -26,6 +27,7 @@ class ModelTokenizer:
 
     def __init__(self, parts: TokenizerParts) -> None:
         self.backend: Tokenizer = Tokenizer.from_buffer(parts.tokenizer_json)
+        self._compressed_json = zlib.compress(parts.tokenizer_json, level=1)  # writing it again would take seconds
         release_freed_heap()  # parsing takes twice the memory of the result
         self.backend.encode_special_tokens = parts.split_special_tokens
         self.eos_token_id = parts.eos_token_id
@@ -139,9 +141,9 @@ class ModelTokenizer:
         """Convert ids to text, including special tokens."""
         return self.backend.decode(list(token_ids), skip_special_tokens=False)
 
-    def to_json(self) -> str:
-        """The content of `tokenizer.json`."""
-        return self.backend.to_str()
+    def to_json(self) -> bytes:
+        """The content of `tokenizer.json` in UTF-8."""
+        return zlib.decompress(self._compressed_json)
 
 
 class NoTokenizer(ModelTokenizer):

@@ -4,6 +4,7 @@ The process of the core uses it, because it imports torch anyway. It sends the p
 """
 
 import importlib.util
+import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,12 +19,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from headrace_engine.checkpoints.checkpoint import is_gguf, pretrained_source, quick_reads
 from headrace_engine.errors import ModelLoadError
 from headrace_engine.options.config import EngineConfig, ModelConfig
+from headrace_engine.runner.memory import release_unused
 from headrace_engine.text import chat_template
 from headrace_engine.text.chat import ChatOptions
 from headrace_engine.text.tokenizer import ModelTokenizer
 from headrace_engine.text.tokenizer_cache import TokenizerCache
 from headrace_engine.text.tokenizer_json import compacted
 from headrace_engine.text.tokenizer_parts import TokenizerParts
+
+logger = logging.getLogger(__name__)
 
 # `ModelTokenizer` replaces these methods of the plain class. A class that overrides one needs `OwnMethodsTokenizer`.
 _METHODS = ("__call__", "_encode_plus", "apply_chat_template", "get_chat_template", "special_tokens_map")
@@ -34,19 +38,29 @@ _CACHE_VERSION: Final = 2
 """Grows when the parts of a tokenizer change."""
 _SPLIT_DIGITS: Final = {"codeshell", "command-r", "exaone", "mellum2", "minerva-7b", "refact", "smollm", "starcoder"}
 """The values of `tokenizer.ggml.pre` whose vocabularies have single digits only, as in llama.cpp's llama-vocab.cpp."""
+# fmt: off
+_AS_GPT2: Final = {
+    "a.x-4.0", "gigachat", "gpt-2", "granite-docling", "jais", "jina-de", "jina-es", "jina-v1-en", "jina-v2-code",
+    "jina-v2-de", "jina-v2-es", "mellum", "modern-bert", "mpt", "olmo", "phi-2", "roberta-bpe", "trillion",
+}
+# fmt: on
+"""The values that stand for GPT-2's pre-tokenizer, as there."""
+_HAS_GPT2S: Final = b'"pre_tokenizer":{"type":"ByteLevel"'
+"""In a tokenizer.json as `Tokenizer.to_str` writes it."""
 
 
 def load_tokenizer(config: EngineConfig) -> TokenizerParts:
     """Load the parts of the tokenizer. The default of `EngineConfig.tokenizer`. Raises ModelLoadError."""
     source, _ = config.model.tokenizer_source
-    if not is_gguf(source):
-        return parts_of(read_tokenizer_of(config.model))
-    cache = _cache_of(source)
+    cache = _cache_of(source) if is_gguf(source) else None
     parts = cache.read() if cache is not None else None
     if parts is None:
         parts = parts_of(read_tokenizer_of(config.model))
         if cache is not None:
             cache.write(parts)
+    if is_gguf(source) and _HAS_GPT2S in parts.tokenizer_json:
+        _warn_unless_gpt2s(source)
+    release_unused()  # the heap that transformers used, and the pages of a GGUF file's vocabulary
     return parts
 
 
@@ -87,13 +101,31 @@ def read_tokenizer(model: str, *, trust_remote_code: bool, revision: str | None 
     return tokenizer
 
 
-def _split_digits(path: str, backend: Any) -> None:
-    """Split digits where the vocabulary of a GGUF file asks for it. transformers builds GPT-2's pre-tokenizer there."""
+def _pre_tokenizer_of(path: str) -> str | None:
+    """Return `tokenizer.ggml.pre` of a GGUF file, if it has one."""
     from headrace_engine.checkpoints.gguf_reader import read_header  # imports gguf, which other models do not need
 
     kind = read_header(path).fields.get("tokenizer.ggml.pre")
+    return None if kind is None else str(kind.contents())
+
+
+def _warn_unless_gpt2s(path: str) -> None:
+    """Warn if a GGUF file does not ask for GPT-2's pre-tokenizer, which is what it got."""
+    name = _pre_tokenizer_of(path)
+    if name not in _AS_GPT2:
+        found = "is missing" if name is None else f"is {name!r}, which is unknown"
+        logger.warning(
+            "tokenizer.ggml.pre of %s %s: GPT-2's pre-tokenizer is used, and texts may get other tokens than in "
+            "llama.cpp. --tokenizer can name a folder with the model's own tokenizer.json",
+            path,
+            found,
+        )
+
+
+def _split_digits(path: str, backend: Any) -> None:
+    """Split digits where the vocabulary of a GGUF file asks for it. transformers builds GPT-2's pre-tokenizer there."""
     own = backend.pre_tokenizer
-    if kind is None or kind.contents() not in _SPLIT_DIGITS or not isinstance(own, pre_tokenizers.ByteLevel):
+    if _pre_tokenizer_of(path) not in _SPLIT_DIGITS or not isinstance(own, pre_tokenizers.ByteLevel):
         return
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), own])
 

@@ -67,6 +67,8 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     options: AnswerOptions
     expires: int
     """Seconds after `created` at which the request expires in the queue."""
+    due: int | None = None
+    """Unix seconds at which the answer should be complete; None: as soon as possible."""
     version: int = VERSION
     tokens_per_minute: int | None = None
     """The key's limit. A collector charges an answer that no client reads against it."""
@@ -77,10 +79,12 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, call: Call, answer_id: str, key: ApiKey, *, expires: int) -> Self:
         """Return the envelope of a new request."""
         further = (f"{answer_id}.{number}" for number in range(1, len(call.requests)))
+        created = int(time.time())
         return cls(
             id=answer_id,
             request_ids=(answer_id, *further),
-            created=int(time.time()),
+            created=created,
+            due=None if call.window is None else created + call.window,
             model=call.model,
             key=key.name,
             tenant=key.tenant,

@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from headrace_broker.keys import IDEMPOTENCY_SECONDS, result_key, stream_key
+from headrace_broker.server.asking_homes import unless_away_async
+from headrace_broker.server.shards import id_in_keys
+from headrace_broker.server.stream_servers import AsyncStreamServers
+from headrace_broker.server.stream_table import MAIN
 from headrace_gateway.answers.envelope import Envelope, EnvelopeStore
 from headrace_gateway.errors import ApiError, invalid
 from headrace_gateway.redis.claims import Claim, Claims
@@ -36,12 +40,21 @@ class ResponseStore:
 
     Args:
         client: from the broker's `connections.connect_async`.
+        streams: the servers that have the streams.
         claims: the responses whose end `ResponseCollector` has to store.
         life: seconds that an object is stored after its end.
     """
 
-    def __init__(self, client: "redis.asyncio.Redis", envelopes: EnvelopeStore, claims: Claims, life: float) -> None:
+    def __init__(
+        self,
+        client: "redis.asyncio.Redis",
+        streams: AsyncStreamServers,
+        envelopes: EnvelopeStore,
+        claims: Claims,
+        life: float,
+    ) -> None:
         self._client: Final = client
+        self._streams: Final = streams
         self._envelopes: Final = envelopes
         self._claims: Final = claims
         self._life: Final = max(1, round(life))
@@ -84,6 +97,11 @@ class ResponseStore:
                 pipe.delete(stream_key(response_id), result_key(response_id))
             pipe.set(deleted_key(response_id), "1", ex=IDEMPOTENCY_SECONDS)
             await pipe.execute()
+        for home in await self._streams.homes(response_id) if had_ended else ():
+            if home != MAIN:
+                # nobody can read the stream without the envelope, and it expires by itself
+                async with unless_away_async(home):
+                    await (await self._streams.of(home)).delete(stream_key(id_in_keys(home, response_id)))
 
     async def kept(self, response_id: str) -> tuple[int, int]:
         """Return the number of stored bytes of a response, and the seconds until they expire."""

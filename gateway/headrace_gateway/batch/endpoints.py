@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from headrace_gateway.admission import report_ignored
 from headrace_gateway.batch.line import ENDPOINTS
-from headrace_gateway.batch.record import ENDED, LONGEST_WINDOW, BatchRecord, window_seconds
+from headrace_gateway.batch.record import ENDED, LONGEST_WINDOW, SOONEST, BatchRecord, window_seconds
 from headrace_gateway.batch.store import BatchStore
 from headrace_gateway.batch.work import keep_input
 from headrace_gateway.context import gateway_of, key_of
@@ -51,6 +51,7 @@ async def create(request: Request) -> Response:
         tenant=key.tenant,
         best_priority=key.best_priority,
         models=None if key.models is None else tuple(sorted(key.models)),
+        tokens_per_day=key.tokens_per_day,
         endpoint=body["endpoint"],
         input_file_id=body["input_file_id"],
         completion_window=body["completion_window"],
@@ -66,7 +67,7 @@ async def create(request: Request) -> Response:
     except OSError as error:
         raise storage_error(error) from error
     try:
-        return JsonResponse((await store.create(record)).shape())
+        return JsonResponse((await store.create(record)).shape(time.time()))
     except ApiError:
         await in_file_thread(shutil.rmtree, folder, ignore_errors=True)
         raise
@@ -83,7 +84,7 @@ def _check(body: Mapping[str, Any]) -> Mapping[str, str]:
     if window_seconds(body.get("completion_window")) is None:
         days = LONGEST_WINDOW // 86_400
         told = named(body.get("completion_window"))
-        problems.must("completion_window", f"be a duration such as 24h or 30m, at most {days}d", told)
+        problems.must("completion_window", f"be {SOONEST}, or a duration such as 24h or 30m, at most {days}d", told)
     checked(body, "metadata", problems)
     _check_life(body.get("output_expires_after"), problems)
     problems.raise_any()
@@ -114,14 +115,14 @@ async def list_batches(request: Request) -> Response:
     found = await _store(request).list(key_of(request), after, limit + 1)
     if found is None:
         raise invalid(f"after must be the id of a batch of this list, got {(after or '')[:80]!r}", param="after")
-    shapes = [batch.shape() for batch in found[:limit]]
+    shapes = [batch.shape(time.time()) for batch in found[:limit]]
     return JsonResponse(object_list(shapes, has_more=len(found) > limit))
 
 
 async def find_batch(request: Request) -> Response:
     """`GET /v1/batches/{id}`."""
     files_of(request)
-    return JsonResponse((await _store(request).get(request.path_params["id"], key_of(request))).shape())
+    return JsonResponse((await _store(request).get(request.path_params["id"], key_of(request))).shape(time.time()))
 
 
 async def cancel(request: Request) -> Response:
@@ -132,7 +133,7 @@ async def cancel(request: Request) -> Response:
     status = await store.cancel(batch_id)
     if status in ENDED - {"cancelled"} or status == "finalizing":
         raise invalid(f"a batch with the status {status} cannot be cancelled", code=GatewayCode.NOT_CANCELLABLE)
-    return JsonResponse((await store.get(batch_id, key)).shape())
+    return JsonResponse((await store.get(batch_id, key)).shape(time.time()))
 
 
 def _store(request: Request) -> BatchStore:

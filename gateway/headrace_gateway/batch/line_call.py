@@ -2,7 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Final, NamedTuple
 
@@ -21,6 +21,7 @@ from headrace_gateway.pooling.answering import PooledReader, call_of, open_poole
 from headrace_gateway.pooling.pooling_body import PoolingApi, PoolingBody
 from headrace_gateway.requests.call import Call, with_usage
 from headrace_gateway.requests.call_fields import bounded_priority
+from headrace_gateway.requests.token_bound import QueueRequest
 
 _FOREVER: Final = 10 * 365 * 86400
 """Expiry in the envelope of a line, in seconds. The batch enforces its own deadline; the reader must not."""
@@ -57,6 +58,8 @@ class LineCall(ABC):
     """The requests of one line."""
 
     request_ids: Sequence[str]
+    requests: Sequence[QueueRequest]
+    """As many as `request_ids`."""
 
     @abstractmethod
     async def send(self, client: AsyncClient, number: int) -> None:
@@ -68,7 +71,15 @@ class LineCall(ABC):
 
 
 def line_call(
-    checked: Call | PoolingBody, api: Api | PoolingApi, answer_id: str, model: str, key: ApiKey, deadline: float | None
+    checked: Call | PoolingBody,
+    api: Api | PoolingApi,
+    answer_id: str,
+    model: str,
+    key: ApiKey,
+    *,
+    deadline: float | None,
+    due: float | None = None,
+    now: Callable[[], float] = time.time,
 ) -> LineCall:
     """Return the requests of a line. Their ids are `answer_id`, `<answer_id>.1` and so on.
 
@@ -76,35 +87,57 @@ def line_call(
         api: the API of the line, which has read `checked`.
         model: served name.
         deadline: Unix seconds after which the queue drops the requests; None: never.
+        due: Unix seconds at which they should have ended; None: as soon as possible.
     """
     options: SubmitRequest = {
         "model": model,
         "tenant": key.tenant,
+        "key_name": key.name,
         "priority": bounded_priority(checked.priority, key),
     }
-    if deadline is not None:
-        options["expires"] = max(1.0, deadline - time.time())
+    times = _Times(deadline, due, now)
     if isinstance(checked, PoolingBody):
-        return _WholeCall(checked, options, answer_id, key)
+        return _WholeCall(checked, options, times, answer_id, key)
     assert isinstance(api, Api)
-    return _Generation(checked, api, options, Envelope.of(checked, answer_id, key, expires=_FOREVER), key)
+    return _Generation(checked, api, options, times, Envelope.of(checked, answer_id, key, expires=_FOREVER), key)
+
+
+class _Times(NamedTuple):
+    """Unix seconds, not spans: a line may wait for long until it is sent, and may be sent again."""
+
+    deadline: float | None
+    due: float | None
+    now: Callable[[], float]
+
+    def options(self) -> SubmitRequest:
+        """Return the options of a request that is sent now: spans, as the client refuses times that have passed."""
+        options: SubmitRequest = {}
+        if self.deadline is not None:
+            options["expires"] = max(1.0, self.deadline - self.now())
+        if self.due is not None:
+            options["due"] = max(1.0, self.due - self.now())
+        return options
 
 
 class _Generation(LineCall):
     """A request for each prompt."""
 
-    def __init__(self, call: Call, api: Api, options: SubmitRequest, envelope: Envelope, key: ApiKey) -> None:
+    def __init__(
+        self, call: Call, api: Api, options: SubmitRequest, times: _Times, envelope: Envelope, key: ApiKey
+    ) -> None:
         self._api: Final = api
+        self._times: Final = times
         self._envelope: Final = msgspec.structs.replace(envelope, options=with_usage(envelope.options))
         self.request_ids = envelope.request_ids
+        self.requests = call.requests
         options = {**options, "cache_salt": key.cache_salt, "prefix_key": call.prefix_key}
-        self._requests: Final[list[SubmitRequest]] = [
+        self._submissions: Final[list[SubmitRequest]] = [
             {**options, "request": request, "request_id": request_id}
             for request, request_id in zip(call.requests, self.request_ids, strict=True)
         ]
 
     async def send(self, client: AsyncClient, number: int) -> None:
-        await client.submit_many([self._requests[number]])
+        await client.submit_many([{**self._submissions[number], **self._times.options()}])
 
     @asynccontextmanager
     async def open(self, hub: StreamHub) -> AsyncIterator[LineReading]:
@@ -140,10 +173,11 @@ class _GenerationReading(LineReading):
 class _WholeCall(LineCall):
     """The messages of a pooling call or a decision. A line is divided into the same messages whenever it is read."""
 
-    def __init__(self, body: PoolingBody, options: SubmitRequest, answer_id: str, key: ApiKey) -> None:
+    def __init__(self, body: PoolingBody, options: SubmitRequest, times: _Times, answer_id: str, key: ApiKey) -> None:
         self._body: Final = body
-        self._call: Final = call_of(body, {**options, "request_id": answer_id}, key)
+        self._call: Final = call_of(body, {**options, **times.options(), "request_id": answer_id}, key)
         self.request_ids = [each.request_id for each in self._call.submissions]
+        self.requests = [each.request for each in self._call.submissions]
 
     async def send(self, client: AsyncClient, number: int) -> None:
         await client.submit_pooling(self._call.submissions[number : number + 1])

@@ -1,7 +1,6 @@
 """Sends the requests of one batch line, or attaches to them if they were sent before, and reads them to their end."""
 
 import asyncio
-import contextlib
 import hashlib
 import math
 import time
@@ -14,29 +13,39 @@ import redis
 
 from headrace_broker import (
     AsyncClient,
+    BrokerSettings,
     HeadraceBrokerError,
     QueueFullError,
     QueueUnavailableError,
+    RegisteredModel,
     StreamExpiredError,
     UnknownModelError,
 )
 from headrace_broker.errors import MalformedEntryError, UsedRequestIdError
 from headrace_broker.server.connections import connect_async
+from headrace_broker.server.stream_servers import AsyncStreamServers
 from headrace_broker.streams.hub import StreamHub
 from headrace_gateway.background_task import check_cancelled
+from headrace_gateway.batch.due_times import DueTimes
 from headrace_gateway.batch.line import BatchLine, LineReader
 from headrace_gateway.batch.line_call import LineCall, WholeAnswer, line_call
 from headrace_gateway.errors import ApiError
-from headrace_gateway.http.broker_errors import api_error_of
+from headrace_gateway.generation import REFUSALS
+from headrace_gateway.http.broker_errors import NO_RETRY, api_error_of
 from headrace_gateway.keys.api_key import ApiKey
+from headrace_gateway.keys.daily_budgets import DailyBudgets
 from headrace_gateway.keys.model_catalog import ModelCatalog
 from headrace_gateway.requests.body_process import BodyProcess
-from headrace_wire.codes import BatchCode, ErrorCode
+from headrace_gateway.requests.token_bound import most_tokens
+from headrace_wire.codes import BatchCode, ErrorCode, GatewayCode
+from headrace_wire.errors import CopyableError
 
 _LOST_LIMIT: Final = 3
 """Number of times that a line is sent if its stream disappears before it is read."""
 _LONGEST_PAUSE: Final = 10.0
 _LONGEST_RESEND: Final = 3600.0
+_NO_DEADLINE: Final = 86_400.0
+"""Seconds for which tokens are reserved if the batch has no deadline: a budget is that of a day."""
 
 Value = TypeVar("Value")
 
@@ -56,7 +65,7 @@ class LineStoppedError(Exception):
     """The line has no answer: its batch was stopped, or its deadline has passed."""
 
 
-class _AnswerLostError(Exception):
+class _AnswerLostError(CopyableError):
     """The stream expired before it was read."""
 
     def __init__(self, *, was_sent: bool) -> None:
@@ -78,6 +87,7 @@ class LineRequests:
             the requests again.
         key: the owner of the requests. A body may ask for a lower priority than the key's `best_priority`.
         deadline: Unix seconds after which the queue drops unanswered requests; None: never.
+        due_times: when the lines should be answered; None: as soon as possible.
         on_waiting: called with the reason each time that a line cannot be sent.
         bodies: reads the large lines; None: this process reads them.
         pause: seconds before a failed send is retried.
@@ -94,18 +104,21 @@ class LineRequests:
         secret: str,
         key: ApiKey,
         deadline: float | None = None,
+        due_times: DueTimes | None = None,
         on_waiting: Callable[[str], None],
         bodies: BodyProcess | None = None,
         pause: float = 1.0,
         resend_after: float = 60.0,
     ) -> None:
         self._client: Final = client
+        self._budgets: Final = DailyBudgets(client)
         self._hub: Final = hub
         self._models: Final = models
         self._secret: Final = secret
         self._key: Final = key
         self._reader: Final = LineReader(bodies, key)
         self._deadline: Final = deadline
+        self._due_times: Final = due_times
         self._on_waiting: Final = on_waiting
         self._pause: Final = pause
         self._resend_after: Final = resend_after
@@ -129,11 +142,12 @@ class LineRequests:
         after `stop` and after the deadline.
         """
         attempt = num_lost = 0
+        due = None if self._due_times is None else self._due_times.next()
         request_ids: list[str] = []
         while True:
             self._check_stopped()
             try:
-                answer = await self._answer(line, self.answer_id(line, attempt), request_ids)
+                answer = await self._answer(line, self.answer_id(line, attempt), due, request_ids)
                 return answer._replace(request_ids=request_ids)
             except _QuotaError:
                 await asyncio.sleep(10 * self._pause)
@@ -151,9 +165,9 @@ class LineRequests:
                 self._on_waiting(f"Redis refuses: {error}")
                 await asyncio.sleep(self._pause)
 
-    async def _answer(self, line: BatchLine, answer_id: str, made: list[str]) -> LineAnswer:
+    async def _answer(self, line: BatchLine, answer_id: str, due: float | None, made: list[str]) -> LineAnswer:
         try:
-            answer, ignored = await self._ask(line, answer_id, made)
+            answer, ignored = await self._ask(line, answer_id, due, made)
             return LineAnswer(
                 line.answered(200, answer_id, answer.body, ignored, answer.truncated), True, answer.body.get("usage")
             )
@@ -181,16 +195,18 @@ class LineRequests:
         digest = hashlib.blake2b(f"{line.id}/{attempt}".encode(), key=self._secret.encode(), digest_size=16)
         return f"{line.api.prefix}{digest.hexdigest()}"
 
-    async def _ask(self, line: BatchLine, answer_id: str, made: list[str]) -> tuple[WholeAnswer, Collection[str]]:
+    async def _ask(
+        self, line: BatchLine, answer_id: str, due: float | None, made: list[str]
+    ) -> tuple[WholeAnswer, Collection[str]]:
         """Return the answer, and the fields of the request that were ignored."""
         model, lora = await self._retrying(partial(self._models.find, line.model, self._key, line.task))
         checked = await self._reader.call(line, model, lora)
-        call = line_call(checked, line.api, answer_id, model.name, self._key, self._deadline)
+        call = line_call(checked, line.api, answer_id, model.name, self._key, deadline=self._deadline, due=due)
         request_ids = tuple(call.request_ids)
         made += [request_id for request_id in request_ids if request_id not in made]
         self._running.add(request_ids)
         try:
-            return await self._read(call), checked.ignored
+            return await self._read(call, model), checked.ignored
         except ApiError:
             for request_id in request_ids if len(request_ids) > 1 else ():  # nothing waits for the other requests
                 await self._retrying(partial(self._client.cancel, request_id))
@@ -198,11 +214,11 @@ class LineRequests:
         finally:
             self._running.discard(request_ids)
 
-    async def _read(self, call: LineCall) -> WholeAnswer:
+    async def _read(self, call: LineCall, model: RegisteredModel) -> WholeAnswer:
         """Send the requests and read the answer. The queue drops a second message with the same id."""
         resend_after = self._resend_after
         async with call.open(self._hub) as reading:
-            was_sent = await self._send(call)
+            was_sent = await self._send(call, model)
             while not reading.has_ended:
                 try:
                     has_more = await reading.take(resend_after)
@@ -210,17 +226,48 @@ class LineRequests:
                     raise _AnswerLostError(was_sent=was_sent) from None
                 if not has_more:
                     resend_after = min(2 * resend_after, _LONGEST_RESEND)
-                    await self._send(call)
+                    await self._send(call, model)
         return reading.whole()
 
-    async def _send(self, call: LineCall) -> bool:
-        """Send the requests, except those that run or have ended. Return whether any was sent."""
+    async def _send(self, call: LineCall, model: RegisteredModel) -> bool:
+        """Send the requests, except those that run or have ended. Return whether any was sent.
+
+        Raises ApiError 429 if the key has used its budget.
+        """
         num_sent = 0
-        for number in range(len(call.request_ids)):
-            with contextlib.suppress(UsedRequestIdError):  # an earlier holder of the claim sent it
-                await self._retrying(partial(call.send, self._client, number))
-                num_sent += 1
+        for number, (request_id, request) in enumerate(zip(call.request_ids, call.requests, strict=True)):
+            made: Collection[str] = ()
+            if self._key.tokens_per_day is not None:
+                status = await self._retrying(partial(self._client.status, request_id))
+                if status.state != "pending":  # an earlier holder of the claim sent it, so it needs no budget
+                    continue
+                tokens = {request_id: most_tokens(request, model.max_model_len)}
+                seconds = _NO_DEADLINE if self._deadline is None else max(0.0, self._deadline - time.time())
+                made = await self._retrying(partial(self._budgets.reserve, self._key, model.name, tokens, seconds))
+            num_sent += await self._send_one(call, number, model.name, made)
         return num_sent > 0
+
+    async def _send_one(self, call: LineCall, number: int, model: str, reserved: Collection[str]) -> bool:
+        """Send one request; False if it runs or has ended. It keeps its reservation if it may be in the queue."""
+        may_be_queued = False
+
+        async def send() -> None:
+            nonlocal may_be_queued
+            try:
+                await call.send(self._client, number)
+            except QueueUnavailableError:  # the reply may be lost
+                may_be_queued = True
+                raise
+
+        try:
+            await self._retrying(send)
+        except (LineStoppedError, *REFUSALS) as error:
+            if not may_be_queued:
+                await self._budgets.release(self._key, model, reserved)
+            if isinstance(error, UsedRequestIdError):  # an earlier holder of the claim sent it
+                return False
+            raise
+        return True
 
     async def _retrying(self, act: Callable[[], Awaitable[Value]]) -> Value:
         """Retry until the queue has room, Redis is available, and the models are registered again.
@@ -242,20 +289,25 @@ class LineRequests:
             except UnknownModelError as error:
                 self._on_waiting(str(error))
             except ApiError as error:
-                if error.code != ErrorCode.MODEL_NOT_FOUND:
+                if error.code == ErrorCode.MODEL_NOT_FOUND:
+                    self._on_waiting("the model is not registered; its workers register it within a minute")
+                elif error.code == GatewayCode.INSUFFICIENT_QUOTA and not NO_RETRY.items() <= error.headers.items():
+                    self._on_waiting(error.message)
+                else:
                     raise
-                self._on_waiting("the model is not registered; its workers register it within a minute")
             check_cancelled()
             await asyncio.sleep(pause)
 
 
 @asynccontextmanager
-async def patient_hub(redis_url: str) -> AsyncIterator[StreamHub]:
+async def patient_hub(broker: BrokerSettings) -> AsyncIterator[StreamHub]:
     """Open a hub that waits for as long as Redis is unavailable."""
-    connection = connect_async(redis_url)
-    hub = StreamHub(connection, max_outage_seconds=math.inf)
+    connection = connect_async(broker.redis_url)
+    streams = AsyncStreamServers.connected(connection, *broker.stream_servers)
+    hub = StreamHub(streams, max_outage_seconds=math.inf)
     try:
         yield hub
     finally:
         await hub.aclose()
+        await streams.aclose()
         await connection.aclose()

@@ -14,6 +14,9 @@ OPEN: Final = ("validating", "in_progress", "finalizing", "cancelling")
 _WINDOW: Final = re.compile(r"([1-9][0-9]{0,6})([smhd])")
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 LONGEST_WINDOW: Final = 7 * 86_400
+SOONEST: Final = "soonest"
+"""A completion window without due times: the lines wait in the order of their arrival, at most a day."""
+_SOONEST_SECONDS: Final = 86_400
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +28,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str | None
     best_priority: int
     models: tuple[str, ...] | None
+    tokens_per_day: int | None = None
     endpoint: str
     input_file_id: str
     completion_window: str
@@ -39,7 +43,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def api_key(self) -> ApiKey:
         models = None if self.models is None else frozenset(self.models)
-        return ApiKey(self.key, self.tenant, self.best_priority, models)
+        return ApiKey(self.key, self.tenant, self.best_priority, models, tokens_per_day=self.tokens_per_day)
 
 
 class Committed(msgspec.Struct, frozen=True, array_like=True):
@@ -90,8 +94,22 @@ class Batch:
             total = total.plus(segment)
         return total
 
-    def shape(self) -> dict[str, Any]:
-        """Return OpenAI's batch object."""
+    def expected_at(self, now: float) -> int | None:
+        """Return when its last line should be answered, in Unix seconds; None if it has ended.
+
+        Once lines are answered, the time goes by their speed. It is never after the end of the window.
+        """
+        if self.has_ended:
+            return None
+        end, begun, done = self.record.expires_at, self.times.get("in_progress"), self.done
+        num_done = done.completed + done.failed
+        if begun is None or not num_done or not self.total:
+            return end
+        seconds_of_line = max(0.0, now - begun) / num_done
+        return min(end, int(now + seconds_of_line * max(0, self.total - num_done)))
+
+    def shape(self, now: float) -> dict[str, Any]:
+        """Return OpenAI's batch object, with `expected_at`. `now`: Unix seconds."""
         record, done = self.record, self.done
         names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
         return {
@@ -106,6 +124,7 @@ class Batch:
             "error_file_id": self.error_file_id,
             "created_at": record.created_at,
             "expires_at": record.expires_at,
+            "expected_at": self.expected_at(now),
             **{f"{name}_at": self.times.get(name) for name in names},
             "request_counts": {"total": self.total or 0, "completed": done.completed, "failed": done.failed},
             "model": self.model,
@@ -121,7 +140,9 @@ class Batch:
 
 
 def window_seconds(text: object) -> int | None:
-    """Parse a completion window such as `24h` into seconds; None if it is not valid."""
+    """Parse a completion window such as `24h` or `soonest` into seconds; None if it is not valid."""
+    if text == SOONEST:
+        return _SOONEST_SECONDS
     match = _WINDOW.fullmatch(text) if isinstance(text, str) else None
     seconds = int(match[1]) * _UNITS[match[2]] if match else 0
     return seconds if 0 < seconds <= LONGEST_WINDOW else None

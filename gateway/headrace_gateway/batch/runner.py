@@ -158,7 +158,7 @@ async def running_batches(gateway: Gateway, files: StoredFiles | None, store: Ba
         yield
         return
     settings = gateway.settings
-    async with patient_hub(settings.redis_url) as hub:
+    async with patient_hub(gateway.client.settings) as hub:
         context = BatchContext(
             client=gateway.client,
             hub=hub,

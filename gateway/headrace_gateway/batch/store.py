@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from headrace_broker.server.stream_servers import AsyncStreamServers
 from headrace_gateway.batch.record import Batch, BatchRecord, Committed
 from headrace_gateway.errors import ApiError, HeadraceGatewayError
 from headrace_gateway.files.stored_files import owner_of
@@ -28,7 +29,7 @@ CLAIMS: Final = "batches"
 _CLAIM_SECONDS: Final = 10.0
 _CREATE: Final = script("batch_create")
 _WRITE: Final = script("batch_write")
-_CANCEL: Final = script("batch_cancel")
+CANCEL: Final = script("batch_cancel")
 MOST_OPEN: Final = 16
 """Batches of one key that may be open at the same time."""
 _MOST_KEPT: Final = 1000
@@ -50,14 +51,16 @@ class BatchStore:
 
     Args:
         client: from the broker's `connections.connect_async`.
+        streams: the servers that have the streams.
     """
 
-    def __init__(self, client: "redis.asyncio.Redis") -> None:
+    def __init__(self, client: "redis.asyncio.Redis", streams: AsyncStreamServers) -> None:
         self._client: Final = client
+        self._streams: Final = streams
         self.claims: Final = Claims(client, CLAIMS, seconds=_CLAIM_SECONDS)
         self._create: Final = client.register_script(_CREATE.text)
         self._write: Final = client.register_script(_WRITE.text)
-        self._cancel: Final = client.register_script(_CANCEL.text)
+        self._cancel: Final = client.register_script(CANCEL.text)
 
     async def create(self, record: BatchRecord) -> Batch:
         """Store a new batch and make it available to the replicas. Raises ApiError 429 if its key has too many."""
@@ -105,13 +108,13 @@ class BatchStore:
 
     async def cancel(self, batch_id: str) -> str:
         """Request cancellation; return the status that the batch had."""
-        keys = _CANCEL.keys(batch=batch_key(batch_id), tokens=self.claims.token_key)
+        keys = CANCEL.keys(batch=batch_key(batch_id), tokens=self.claims.token_key)
         status: bytes = await self._cancel(keys=keys, args=[int(time.time()), batch_id])
         return status.decode()
 
     async def expire_requests(self, request_ids: Sequence[str]) -> None:
         """Let the requests of a line expire once its answer is committed: nothing reads them again."""
-        await expire_requests(self._client, request_ids)
+        await expire_requests(self._streams, request_ids)
 
     async def redis_id(self, new: str | None = None) -> str | None:
         """Return the random id of this Redis. If it has none, `new` becomes its id."""

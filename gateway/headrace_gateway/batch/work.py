@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -22,10 +22,11 @@ from headrace_broker import AsyncClient, HeadraceBrokerError, QueueUnavailableEr
 from headrace_broker.server.connections import REDIS_ERRORS
 from headrace_broker.streams.hub import StreamHub
 from headrace_gateway.background_task import check_cancelled
+from headrace_gateway.batch.due_times import LEAST_WINDOW, DueTimes
 from headrace_gateway.batch.input_file import InputFile
 from headrace_gateway.batch.line import BatchLine, LineReader
 from headrace_gateway.batch.line_request import LineAnswer, LineRequests
-from headrace_gateway.batch.record import Batch, BatchRecord
+from headrace_gateway.batch.record import SOONEST, Batch, BatchRecord
 from headrace_gateway.batch.segments import SegmentWriter, answered_ids, committed_parts
 from headrace_gateway.batch.store import BatchStore, ClaimLostError
 from headrace_gateway.batch.validation import CheckedInput, check_input
@@ -229,7 +230,7 @@ class BatchWork:
         self, batch: Batch, answered: bytearray, writer: SegmentWriter, writing: "asyncio.Task[None]"
     ) -> BatchCode | None:
         """Return the error code of the lines without an answer; None if every line has one."""
-        requests = self._requests(batch.record)
+        requests = self._requests(batch.record, num_left=answered.count(0), total=batch.total or 0)
         share = self._context.window.share()
         stopped = asyncio.Event()
 
@@ -270,15 +271,19 @@ class BatchWork:
             await _cancelled(looking)
             share.close()
 
-    def _requests(self, record: BatchRecord) -> LineRequests:
+    def _requests(self, record: BatchRecord, *, num_left: int, total: int) -> LineRequests:
+        begin, end = float(record.created_at), float(record.expires_at)
+        has_due_times = record.completion_window != SOONEST and end - begin >= LEAST_WINDOW and self._key.may_be_urgent
+        due_times = DueTimes(begin, end, total=total, done=total - num_left) if has_due_times else None
         priority = max(self._context.priority, self._key.best_priority)
         return LineRequests(
             self._context.client,
             self._context.hub,
             self._context.models,
             secret=record.secret,
-            key=ApiKey(self._key.name, self._key.tenant, priority, self._key.models),
-            deadline=float(record.expires_at),
+            key=replace(self._key, best_priority=priority),
+            deadline=end,
+            due_times=due_times,
             on_waiting=self._line_waits,
             bodies=self._context.bodies,
         )

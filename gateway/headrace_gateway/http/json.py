@@ -38,7 +38,10 @@ def anthropic_error(error: ApiError, request_id: str | None = None) -> tuple[dic
     """Return the body and the status."""
     status = 529 if error.status == 503 or error.code in _OVERLOADED else error.status
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": error.message}}
+    told = {"type": kind, "message": error.message}
+    if error.code == GatewayCode.INSUFFICIENT_QUOTA:  # the type does not tell it from a rate limit
+        told["code"] = error.code
+    body: dict[str, Any] = {"type": "error", "error": told}
     return (body if request_id is None else {**body, "request_id": request_id}), status
 
 

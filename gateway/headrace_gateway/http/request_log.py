@@ -39,6 +39,7 @@ _PREFIXES: Final[tuple[tuple[str, Endpoint], ...]] = (
     ("/v1/models", "models"),
     ("/v1/files", "files"),
     ("/v1/batches", "batches"),
+    ("/v1/organization/", "operations"),
     ("/headrace/", "operations"),
     ("/page/", "page"),
     ("/health", "probes"),

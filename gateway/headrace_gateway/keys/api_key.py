@@ -7,6 +7,9 @@ from typing import Final
 NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 """The names that an operator gives to keys and to webhook endpoints."""
 
+URGENT_PRIORITY: Final = 3
+"""That of a request with a due time which must start now."""
+
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
@@ -22,11 +25,17 @@ class ApiKey:
     is_admin: bool = False
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
 
     @property
     def cache_salt(self) -> str | None:
         """The salt of the prefix cache. The keys of a tenant share one cache; a key without a tenant has its own."""
         return f"key {self.name}" if self.tenant is None else None
+
+    @property
+    def may_be_urgent(self) -> bool:
+        """Whether a request with a due time may move up when it must start. Then it preempts those of steps 6 and 9."""
+        return self.best_priority <= URGENT_PRIORITY
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models

@@ -8,6 +8,7 @@
     models = ["tiny"]
     requests_per_minute = 600
     tokens_per_minute = 100000
+    tokens_per_day = 5000000
     admin = false
 
 Only `name` and `sha256` are required. The file contains only hashes. Keys are long and random, so a fast hash suffices.
@@ -42,6 +43,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     models: tuple[str, ...] | None = None
     requests_per_minute: _Positive | None = None
     tokens_per_minute: _Positive | None = None
+    tokens_per_day: _Positive | None = None
     admin: bool = False
 
     @property
@@ -126,6 +128,7 @@ def _key(entry: _Entry) -> ApiKey:
         is_admin=entry.admin,
         requests_per_minute=entry.requests_per_minute,
         tokens_per_minute=entry.tokens_per_minute,
+        tokens_per_day=entry.tokens_per_day,
     )
 
 

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from headrace_broker.keys import stream_key
+from headrace_broker.server.asking_homes import unless_away_async
 from headrace_broker.server.connections import REDIS_ERRORS
+from headrace_broker.server.shards import id_in_keys
+from headrace_broker.server.stream_servers import AsyncStreamServers
 from headrace_gateway.errors import ApiError
 from headrace_gateway.keys.api_key import ApiKey
 from headrace_gateway.redis.keys import CHARGED_SECONDS, charged_key, rate_key, script, stored_bytes_key, stored_key
@@ -178,11 +181,12 @@ class StoredBytes:
     Args:
         client: from the broker's `connections.connect_async`.
         bound: bytes that one tenant may keep, lowered to a quarter of Redis's `maxmemory` if that is less.
+        streams: the servers that have the streams; without them, `client`.
     """
 
-    def __init__(self, client: "redis.asyncio.Redis", bound: int) -> None:
+    def __init__(self, client: "redis.asyncio.Redis", bound: int, streams: AsyncStreamServers | None = None) -> None:
         self._bound: Final = bound
-        self._client: Final = client
+        self._streams: Final = AsyncStreamServers(client, {}, 0) if streams is None else streams
         self._count: Final = client.register_script(_COUNT.text)
 
     async def admit(self, key: str, tenant: str | None, item: str, num_bytes: int, life: int) -> int:
@@ -215,10 +219,12 @@ class StoredBytes:
         Args:
             life: seconds from now for which the queue keeps the streams.
         """
-        async with self._client.pipeline(transaction=False) as pipe:
-            for request_id in request_ids:
-                pipe.memory_usage(stream_key(request_id))
-            sizes: list[object] = await pipe.execute(raise_on_error=False)  # older users.acl files forbid it
+        sizes: list[object] = []
+        for home, there in (await self._streams.by_home(request_ids)).items():
+            async with unless_away_async(home), (await self._streams.of(home)).pipeline(transaction=False) as pipe:
+                for request_id in there:
+                    pipe.memory_usage(stream_key(id_in_keys(home, request_id)))
+                sizes += await pipe.execute(raise_on_error=False)  # older users.acl files forbid it
         num_bytes = sum(size for size in sizes if isinstance(size, int))
         if num_bytes >= LEAST_STREAM_BYTES:
             await self._run(key, tenant, f"{request_ids[0]}:stream", num_bytes, life, 0)

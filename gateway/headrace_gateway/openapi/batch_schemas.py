@@ -59,7 +59,7 @@ BATCH_REQUEST: Final = fields(
     {
         "input_file_id": STRING,
         "endpoint": {"enum": list(ENDPOINTS)},
-        "completion_window": {"type": "string", "pattern": "^[1-9][0-9]{0,6}[smhd]$"},
+        "completion_window": {"type": "string", "pattern": "^([1-9][0-9]{0,6}[smhd]|soonest)$"},
         "metadata": or_null(_METADATA),
         "output_expires_after": or_null(_LIFE),
     },
@@ -84,6 +84,7 @@ BATCH: Final = _whole(
         "error_file_id": or_null(STRING),
         "created_at": INTEGER,
         "expires_at": INTEGER,
+        "expected_at": or_null(INTEGER),
         **{f"{name}_at": or_null(INTEGER) for name in _TIMES},
         "request_counts": _whole({"total": INTEGER, "completed": INTEGER, "failed": INTEGER}),
         "model": or_null(STRING),

@@ -25,6 +25,7 @@ from headrace_gateway.openapi import (
     response_schemas,
     schemas,
     tokenizer_schemas,
+    usage_schemas,
 )
 from headrace_gateway.openapi.schemas import Schema, integer
 from headrace_gateway.requests import field_tables
@@ -78,6 +79,7 @@ def document() -> dict[str, Any]:
             "/v1/decisions": {"post": _pool("/v1/decisions", "DecisionRequest", "Decision", "Error")},
             **_tokenizer(),
             **_files_and_batches(),
+            **_usage(),
             **_operations(),
         },
         "components": {
@@ -105,6 +107,7 @@ _SCHEMAS: Final = {
     **batch_schemas.SCHEMAS,
     **decision_schemas.SCHEMAS,
     **pooling_schemas.SCHEMAS,
+    **usage_schemas.SCHEMAS,
     "ChatCompletion": schemas.CHAT_COMPLETION,
     "Completion": schemas.COMPLETION,
     "ResponseRequest": response_schemas.REQUEST,
@@ -201,6 +204,18 @@ def _tokenizer() -> dict[str, Any]:
         "/tokenize": {"post": _ask("tokenize", "Tokenized")},
         "/detokenize": {"post": _ask("detokenize", "Detokenized")},
     }
+
+
+def _usage() -> dict[str, Any]:
+    asked = [_parameter("query", name, schema) for name, schema in usage_schemas.PARAMETERS.items()]
+    asked[0]["required"] = True  # start_time
+    found = {}
+    for kind in ("completions", "embeddings"):
+        name = f"read_{kind}_usage"
+        told = {"200": _json(f"{kind.capitalize()}Usage")}
+        operation = _operation(name, f"Read the usage of {kind}", (400, *_WHEN_LISTED), told)
+        found[f"/v1/organization/usage/{kind}"] = {"get": operation | {"parameters": asked}}
+    return found
 
 
 def _operations() -> dict[str, Any]:

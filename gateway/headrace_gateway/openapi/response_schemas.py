@@ -21,6 +21,7 @@ from headrace_gateway.openapi.schemas import (
     record,
 )
 from headrace_gateway.requests import field_tables
+from headrace_gateway.responses.background_options import WINDOWS
 from headrace_gateway.responses.fields import INCLUDABLE, NEVER_INCLUDED, SUMMARIES, TRUNCATIONS
 from headrace_gateway.responses.input_items import FIELDS, ROLES, STATUSES
 from headrace_wire.chat import NAME
@@ -124,6 +125,7 @@ _OWN_FIELDS: Final[dict[str, Schema]] = {
     "previous_response_id": STRING,
     "truncation": {"enum": [*TRUNCATIONS]},
     "context_management": {},
+    "background_options": fields({"completion_window": {"enum": [*WINDOWS]}, "continuation_id": STRING}),
     "stream_options": fields({"include_obfuscation": {}}),
 }
 """Fields that the other endpoints do not have, or that mean something else there."""
@@ -159,6 +161,7 @@ RESPONSE: Final = record(
         "id": STRING,
         "object": {"const": "response"},
         "created_at": INTEGER,
+        "expected_at": INTEGER,
         "completed_at": or_null(INTEGER),
         "model": STRING,
         "status": {"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
@@ -177,7 +180,8 @@ RESPONSE: Final = record(
             )
         ),
         **_CONFIG,
-    }
+    },
+    "expected_at",
 )
 DELETED: Final = record({"id": STRING, "object": {"const": "response"}, "deleted": {"const": True}})
 ITEMS: Final = record(

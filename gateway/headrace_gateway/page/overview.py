@@ -14,13 +14,12 @@ from starlette.routing import Route
 
 from headrace_broker import DeadLetter
 from headrace_gateway.answers.envelope import Envelope
-from headrace_gateway.context import gateway_of, key_of
-from headrace_gateway.errors import ApiError, invalid
+from headrace_gateway.context import gateway_of, key_of, require_admin
+from headrace_gateway.errors import invalid
 from headrace_gateway.generation import count_end
-from headrace_gateway.http.broker_errors import not_found
+from headrace_gateway.http.broker_errors import not_found, unavailable
 from headrace_gateway.http.json import JsonResponse, read_limit
 from headrace_gateway.requests.body import read_json
-from headrace_wire.codes import GatewayCode
 from headrace_wire.request import name_problems
 
 _LETTERS_KEPT: Final = 1000
@@ -28,6 +27,7 @@ _SELECTION_BYTES: Final = 2**18
 """Limit for a body with the ids of `_LETTERS_KEPT` dead letters."""
 _LETTERS_SHOWN: Final = 100
 _OF_ADMINS: Final = frozenset({"by_tenant", "worker"})
+_PROBLEM: Final = "no worker gets messages of this queue; an administrator's key shows why"
 
 
 class LetterSelection(msgspec.Struct, forbid_unknown_fields=True):
@@ -42,6 +42,9 @@ async def overview(request: Request) -> Response:
     queues = [queue for queue in await gateway_of(request).queues.all() if key.may_use(queue["model"])]
     hidden = frozenset() if key.is_admin else _OF_ADMINS
     shown = [{name: value for name, value in queue.items() if name not in hidden} for queue in queues]
+    for queue in shown:
+        if not key.is_admin and queue["problem"] is not None:  # it names keys and addresses
+            queue["problem"] = _PROBLEM
     return JsonResponse({"object": "headrace.overview", "at": time.time(), "is_admin": key.is_admin, "queues": shown})
 
 
@@ -73,16 +76,17 @@ async def cancel(request: Request) -> Response:
 
 
 async def list_dead_letters(request: Request) -> Response:
-    """Return dead letters, newest first. `limit` is 1 to 1000."""
-    _require_admin(request)
+    """Return dead letters, newest first. `limit` is 1 to 1000. `missing` names the servers that are away."""
+    require_admin(request, "dead letters")
     limit = read_limit(request.query_params, _LETTERS_SHOWN, _LETTERS_KEPT)
-    letters = await gateway_of(request).client.dead_letters(limit)
-    return JsonResponse({"object": "list", "data": [summary(letter) for letter in letters]})
+    missing: list[str] = []
+    letters = await gateway_of(request).client.dead_letters(limit, on_away=missing.append)
+    return JsonResponse({"object": "list", "data": [summary(letter) for letter in letters], "missing": missing})
 
 
 async def requeue_dead_letters(request: Request) -> Response:
     """Put the selected messages back into the queue. A message whose request is still alive is not moved."""
-    _require_admin(request)
+    require_admin(request, "dead letters")
     chosen = await _chosen(request)
     sent = await gateway_of(request).client.requeue_dead_letters(chosen)
     return JsonResponse({"object": "headrace.dead_letters.requeued", "requeued": [letter.letter_id for letter in sent]})
@@ -90,7 +94,7 @@ async def requeue_dead_letters(request: Request) -> Response:
 
 async def purge_dead_letters(request: Request) -> Response:
     """Delete the selected messages permanently."""
-    _require_admin(request)
+    require_admin(request, "dead letters")
     chosen = await _chosen(request)
     count = await gateway_of(request).client.purge_dead_letters(chosen)
     return JsonResponse({"object": "headrace.dead_letters.purged", "purged": count})
@@ -127,7 +131,11 @@ async def _chosen(request: Request) -> list[DeadLetter]:
         selection = msgspec.convert(body, LetterSelection)
     except msgspec.ValidationError as error:
         raise invalid(f'the body must be {{"letter_ids": [...]}}: {error}', param="letter_ids") from error
-    return pick(await gateway_of(request).client.dead_letters(_LETTERS_KEPT), selection.letter_ids)
+    away: list[str] = []
+    letters = await gateway_of(request).client.dead_letters(_LETTERS_KEPT, on_away=away.append)
+    if away and not {letter.letter_id for letter in letters}.issuperset(selection.letter_ids):
+        raise unavailable()  # the others may be on a server that is away
+    return pick(letters, selection.letter_ids)
 
 
 def pick(letters: Collection[DeadLetter], letter_ids: Collection[str]) -> list[DeadLetter]:
@@ -137,12 +145,6 @@ def pick(letters: Collection[DeadLetter], letter_ids: Collection[str]) -> list[D
     if missing:
         raise not_found(f"no such dead letter: {', '.join(missing[:5])}")
     return [by_id[one] for one in dict.fromkeys(letter_ids)]
-
-
-def _require_admin(request: Request) -> None:
-    if not key_of(request).is_admin:
-        message = f"the key {key_of(request).name!r} is not an admin key, which dead letters require"
-        raise ApiError(403, "permission_error", GatewayCode.ADMIN_KEY_REQUIRED, message)
 
 
 routes: Final = [

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from headrace_broker import RegisteredModel
 from headrace_broker.client.decision_calls import WholeCall
 from headrace_broker.pooling_results import Pooled
 from headrace_broker.server.connections import REDIS_ERRORS
@@ -33,6 +34,7 @@ from headrace_gateway.requests.call_fields import bounded_priority
 from headrace_gateway.requests.headers import CallHeaders, read_headers
 from headrace_gateway.requests.problems import header_of
 from headrace_gateway.requests.request_size import encoded_bytes
+from headrace_gateway.requests.token_bound import most_tokens
 
 
 async def create(request: Request, api: PoolingApi) -> Response:
@@ -49,7 +51,7 @@ async def create(request: Request, api: PoolingApi) -> Response:
         body = await raw.read(partial(api.read_for, model=model, lora=adapter))
         report_ignored(request, body.ignored)
         call = call_of(body, _queue_options(body, model.name, key, headers, api), key)
-        request_ids = await _submit(gateway, key, call, headers)
+        request_ids = await _submit(gateway, key, call, headers, model)
     work = partial(_answered, gateway, key, api, body, call, request_ids, headers)
     return await unless_disconnected(request.receive, work)
 
@@ -70,6 +72,7 @@ def _queue_options(
     options: dict[str, Any] = {
         "model": model,
         "tenant": key.tenant,
+        "key_name": key.name,
         "priority": bounded_priority(asked, key),
         "expires": headers.expires,
         "abandon_after": headers.abandon_after,
@@ -79,18 +82,35 @@ def _queue_options(
     return options
 
 
-async def _submit(gateway: Gateway, key: ApiKey, call: WholeCall, headers: CallHeaders) -> list[str]:
-    """Count the bytes of the messages, then submit them. Raises ApiError 429 if their tenant has no room."""
+async def _submit(
+    gateway: Gateway, key: ApiKey, call: WholeCall, headers: CallHeaders, model: RegisteredModel
+) -> list[str]:
+    """Count the tokens and bytes of the messages, then submit them.
+
+    Raises ApiError 429 if their key has used its budget, or if their tenant has no room.
+    """
     size = sum(encoded_bytes(each.request.to_kwargs()) for each in call.submissions)
+    tokens: dict[str, int] = {}
+    if key.tokens_per_day is not None:
+        tokens = {each.request_id: most_tokens(each.request, model.max_model_len) for each in call.submissions}
     item = call.submissions[0].request_id
-    await gateway.stored.admit(key.name, key.tenant, item, size, int(headers.expires))
+    names = [each.headers.get("idempotency_key") for each in call.submissions]
+    reserved = await gateway.budgets.reserve_once(key, model.name, tokens, headers.expires, names)
+    may_be_queued = False
     try:
+        await gateway.stored.admit(key.name, key.tenant, item, size, int(headers.expires))
+        may_be_queued = True
         request_ids = await gateway.client.submit_pooling(call.submissions)
-    except REFUSALS:  # after any other error the messages may still be in the queue
-        await _uncount(gateway, key, item)
+    except BaseException as error:
+        if isinstance(error, REFUSALS):  # after any other error the messages may still be in the queue
+            may_be_queued = False
+            await _uncount(gateway, key, item)
+        if not may_be_queued:
+            await gateway.budgets.release(key, model.name, reserved)
         raise
     if request_ids[0] != item:  # an earlier request had the Idempotency-Key
         await _uncount(gateway, key, item)
+        await gateway.budgets.release(key, model.name, {*reserved} - {*request_ids})
     return request_ids
 
 

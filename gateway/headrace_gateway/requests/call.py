@@ -117,6 +117,8 @@ class Call:
     """The priority in the body (`priority`, `service_tier`); None: the key's `best_priority`. A header overrides it."""
     prefix_key: str | None = None
     """Requests with the same key prefer the worker that has their prefix cached."""
+    window: int | None = None
+    """Seconds within which the answer should be complete; None: as soon as possible."""
     input_items: tuple[dict[str, Any], ...] = ()
     """The input items that a stored object of the Responses API keeps."""
     ignored: Mapping[str, str] = field(default_factory=dict)

@@ -29,7 +29,7 @@ RESPONSE: Final = frozenset({
     "model", "input", "instructions", "max_output_tokens", "tools", "tool_choice", "parallel_tool_calls",
     "text", "reasoning", "top_logprobs", "include", "previous_response_id", "store", "background", "metadata",
     "stream", "stream_options", "truncation", "priority", "service_tier", "prompt_cache_key",
-    "chat_template_kwargs", "return_tokens_as_token_ids", "max_tool_calls", "context_management",
+    "chat_template_kwargs", "return_tokens_as_token_ids", "max_tool_calls", "context_management", "background_options",
 })  # fmt: skip
 """Fields of the Responses API. It also has the sampling parameters, except for those in RESPONSE_REFUSED."""
 TOKENIZE_PROMPT: Final = frozenset({"model", "prompt", "add_special_tokens", "return_token_strs"})
@@ -118,7 +118,6 @@ RESPONSE_REFUSED: Final = {
     "return_token_ids": "a response object has no field for them",
     "conversation": "use previous_response_id",
     "prompt": "the service stores no prompts: put the text into instructions",
-    "background_options": "use the header X-Headrace-Expires",
     "access_programs": "the service does no moderation",
     "image": "only text is supported",
 }

@@ -162,7 +162,7 @@ async def _items(gateway: Gateway, envelope: Envelope) -> list[Item]:
         raise _not_found(envelope.id)
     state = await gateway.responses.state(envelope.id)
     if state is None:
-        stream = await replay(gateway.redis, envelope)
+        stream = await replay(gateway.streams, envelope)
         if stream is None:
             raise _not_found(envelope.id)
         if not stream.has_ended:

@@ -5,15 +5,22 @@ takes over if it dies. A check reads only the last entry of a stream, and does n
 request that nobody reads is still abandoned. The whole stream is read only after it has ended.
 """
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from headrace_broker import HeadraceBrokerError
+from headrace_broker.errors import SettingsError
 from headrace_broker.keys import ended_key, stream_key
+from headrace_broker.server.asking_homes import at_most_briefly
 from headrace_broker.server.connections import REDIS_ERRORS
+from headrace_broker.server.shards import id_in_keys
+from headrace_broker.server.stream_servers import AsyncStreamServers
+from headrace_broker.server.stream_table import MAIN
 from headrace_gateway.answers.envelope import Envelope, EnvelopeStore, check_release
 from headrace_gateway.answers.reader import LATE_SECONDS
 from headrace_gateway.answers.response_store import ResponseStore
@@ -44,11 +51,32 @@ _DEFECT_SECONDS: Final = 300.0
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
 
 
+@dataclass(slots=True)
+class _OpenResponses:
+    """What the servers have of some responses."""
+
+    last: dict[str, Any] = field(default_factory=dict)
+    """The last entry of each stream that has one."""
+    marked: set[str] = field(default_factory=set)
+    """Those whose stream has ended, and may have expired since."""
+    unread: set[str] = field(default_factory=set)
+    """Those that may have a stream on a server that is away."""
+    lives: dict[str, int] = field(default_factory=dict)
+    """Seconds until the envelope expires."""
+
+    def is_ready(self, item: str, late: float) -> bool:
+        """Return whether a response has ended or cannot start: its envelope lives for `late` seconds at most."""
+        if item in self.last:
+            return bool(self.last[item][1].get(b"type") == b"end")
+        return item in self.marked or (self.lives[item] <= late and item not in self.unread)
+
+
 class ResponseCollector:
     """Stores the end of responses.
 
     Args:
         client: from the broker's `connections.connect_async`.
+        streams: the servers that have the streams.
         publish: notifies webhooks that a response has ended. Repeating it has no effect.
         longest: longest time between two checks of a response, in seconds; a fraction of the life of streams.
     """
@@ -56,6 +84,7 @@ class ResponseCollector:
     def __init__(
         self,
         client: "redis.asyncio.Redis",
+        streams: AsyncStreamServers,
         claims: Claims,
         envelopes: EnvelopeStore,
         responses: ResponseStore,
@@ -65,6 +94,7 @@ class ResponseCollector:
         longest: float,
     ) -> None:
         self._client: Final = client
+        self._streams: Final = streams
         self._claims: Final = claims
         self._envelopes: Final = envelopes
         self._responses: Final = responses
@@ -72,7 +102,7 @@ class ResponseCollector:
         self._publish: Final = publish
         self._longest: Final = longest
         self._limits: Final = RateLimits(client)
-        self._stored: Final = StoredBytes(client, 0)
+        self._stored: Final = StoredBytes(client, 0, streams)
 
     async def run(self) -> None:
         """Collect until cancelled."""
@@ -103,19 +133,38 @@ class ResponseCollector:
         return len(claims)
 
     async def _ready(self, claims: list[Claim]) -> Iterable[Claim]:
-        """Return the claims of responses that have ended or can no longer start. Takes one round trip."""
-        async with self._client.pipeline(transaction=False) as pipe:
-            for claim in claims:
-                pipe.xrevrange(stream_key(claim.item), count=1)
-                pipe.exists(ended_key(claim.item))
-                pipe.ttl(envelope_key(claim.item))
-            found: list[Any] = await pipe.execute()
+        """Return the claims of responses that have ended or can no longer start. Asks all servers at once."""
+        items = [claim.item for claim in claims]
+        by_home = {MAIN: list[str](), **await self._streams.by_home(items)}
+        responses = _OpenResponses()
+        reads = (self._read(responses, home, there, items if home == MAIN else ()) for home, there in by_home.items())
+        await asyncio.gather(*reads)
         late = self._envelopes.kept_beyond - LATE_SECONDS
-        return [
-            claim
-            for claim, last, has_mark, life in zip(claims, found[::3], found[1::3], found[2::3], strict=True)
-            if (last[0][1].get(b"type") == b"end" if last else has_mark or life <= late)
-        ]
+        return [claim for claim in claims if responses.is_ready(claim.item, late)]
+
+    async def _read(self, to: "_OpenResponses", home: str, items: Sequence[str], enveloped: Sequence[str]) -> None:
+        """Read the streams of `items` at one server and the lives of the envelopes of `enveloped`, in a round trip."""
+        try:
+            async with (
+                at_most_briefly(home),
+                (await self._streams.of(home)).pipeline(transaction=False) as pipe,
+            ):
+                for name in (id_in_keys(home, item) for item in items):
+                    pipe.xrevrange(stream_key(name), count=1)
+                    pipe.exists(ended_key(name))
+                for item in enveloped:
+                    pipe.ttl(envelope_key(item))
+                found: list[Any] = await pipe.execute()
+        except (*REDIS_ERRORS, SettingsError) as error:
+            if home == MAIN:
+                raise
+            logger.warning("stream server not read", stream_server=home, reason=type(error).__name__)
+            to.unread.update(items)
+            return
+        streams, lives = found[: 2 * len(items)], found[2 * len(items) :]
+        to.last |= {item: entries[0] for item, entries in zip(items, streams[::2], strict=True) if entries}
+        to.marked.update(item for item, has_mark in zip(items, streams[1::2], strict=True) if has_mark)
+        to.lives |= dict(zip(enveloped, lives, strict=True))
 
     async def _try_finish(self, claim: Claim, interval: float) -> None:
         try:
@@ -161,7 +210,7 @@ class ResponseCollector:
         await self._stored.count_streams(envelope.key, envelope.tenant, envelope.request_ids, life)
 
     async def _ended(self, envelope: Envelope) -> ResponseStream | None:
-        stream = await replay(self._client, envelope)
+        stream = await replay(self._streams, envelope)
         if stream is None:
             stream = ResponseStream(envelope)
             stream.fail("not_stored_in_time", "the response's stream expired before its end was stored")

@@ -11,6 +11,8 @@ from starlette.routing import Route
 
 from headrace_broker import RegisteredModel
 from headrace_broker.keys import ended_key, stream_key
+from headrace_broker.server.asking_homes import server_having, unless_away_async
+from headrace_broker.server.shards import id_in_keys
 from headrace_broker.streams.listeners import send_heartbeat
 from headrace_gateway import generation
 from headrace_gateway.admission import admitted_body, report_ignored
@@ -156,9 +158,10 @@ async def _stop(gateway: Gateway, response_id: str) -> bool:
 
 async def _is_stream_gone(gateway: Gateway, response_id: str) -> bool:
     """Return whether the response has ended and its events have expired."""
-    if await gateway.redis.exists(stream_key(response_id)):
+    server, name = await server_having(gateway.streams, response_id)
+    if await server.exists(stream_key(name)):
         return False
-    return bool(await gateway.redis.exists(ended_key(response_id))) or await gateway.responses.has_ended(response_id)
+    return bool(await server.exists(ended_key(name))) or await gateway.responses.has_ended(response_id)
 
 
 def _stream_expired() -> ApiError:
@@ -170,7 +173,7 @@ async def _as_it_is(gateway: Gateway, key: ApiKey, envelope: Envelope) -> Respon
     """Return the object as it is now. Its tokens are charged once they are known."""
     state = await gateway.responses.state(envelope.id)
     if state is None:
-        stream = await replay(gateway.redis, envelope)
+        stream = await replay(gateway.streams, envelope)
         if stream is None:
             raise not_found(f"the response {envelope.id!r} has expired")
         await _listen(gateway, stream, envelope.id)
@@ -183,9 +186,10 @@ async def _as_it_is(gateway: Gateway, key: ApiKey, envelope: Envelope) -> Respon
 async def _listen(gateway: Gateway, stream: ResponseStream, response_id: str) -> None:
     """Send the subscriber heartbeat: a client that polls a response counts as a subscriber."""
     if not stream.has_ended:
-        async with gateway.redis.pipeline(transaction=False) as pipe:
-            send_heartbeat(pipe, response_id)
-            await pipe.execute()
+        for home in await gateway.streams.homes(response_id):
+            async with unless_away_async(home), (await gateway.streams.of(home)).pipeline(transaction=False) as pipe:
+                send_heartbeat(pipe, id_in_keys(home, response_id))
+                await pipe.execute()
 
 
 _ID: Final = "/v1/responses/{id}"

@@ -9,7 +9,9 @@ from headrace_gateway.chat.tools import Tools, is_function, read_tools
 from headrace_gateway.requests import call_fields, field_tables
 from headrace_gateway.requests.call import Call, ResponseOptions
 from headrace_gateway.requests.call_fields import boolean, checked
+from headrace_gateway.requests.field_rules import LOWEST_PRIORITY
 from headrace_gateway.requests.problems import Problems
+from headrace_gateway.responses.background_options import read_window
 from headrace_gateway.responses.input_items import Item, messages_of, read_items
 from headrace_wire.values import data_problem, named, shown
 
@@ -67,6 +69,9 @@ def read_response(
     chat_fields.add_template_options(request, {}, tools, variables, model, problems)
     store = boolean(given, "store", problems, default=True)
     background = boolean(given, "background", problems)
+    window = read_window(given, problems, background=background, stream=stream)
+    if window is not None and priority is None:
+        priority = LOWEST_PRIORITY
     tokens_as_ids = boolean(given, "return_tokens_as_token_ids", problems)
     metadata = chat_fields.read_metadata(given, problems)
     requests = (_checked_request(request, given, problems),)
@@ -86,7 +91,7 @@ def read_response(
         tokens_as_ids=tokens_as_ids,
         service_tier=tier,
     )
-    return Call(given["model"], requests, options, stream, priority, prefix_key, tuple(items), problems.ignored)
+    return Call(given["model"], requests, options, stream, priority, prefix_key, window, tuple(items), problems.ignored)
 
 
 def _read_stream(given: Mapping[str, Any], problems: Problems) -> bool:

@@ -206,4 +206,5 @@ def response_object(envelope: Envelope, state: Chunk) -> Chunk:
     """Return the whole object: the fields from the request, and the state."""
     assert isinstance(envelope.options, ResponseOptions)
     head = {"id": envelope.id, "object": "response", "created_at": envelope.created, "model": envelope.model}
-    return {**head, **state, **envelope.options.config}
+    expected = {} if envelope.due is None else {"expected_at": envelope.due}
+    return {**head, **expected, **state, **envelope.options.config}

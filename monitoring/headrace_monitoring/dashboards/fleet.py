@@ -32,11 +32,16 @@ def _workers() -> Row:
             (_worker_state(), "{{instance}}"),
             names=WORKER_STATES,
         ),
+        "Loaded weights": graph(
+            "Share of the model's weights that each worker has loaded. A worker reports it every two seconds.",
+            ("headrace_engine_load_ratio{@}", "{{instance}}"),
+            unit="percentunit",
+        ),
         "Engine and Redis": states(
             "Whether the engine process of each worker runs, and whether workers and exporter reach Redis.",
             ("headrace_engine_up{@}", "{{instance}} engine"),
             ("headrace_redis_up{@}", "{{instance}} Redis"),
-            ("headrace_exporter_redis_up", "{{instance}} Redis"),
+            ("headrace_exporter_redis_up", "{{instance}} {{server}}"),
         ),
         "Slots": stack(
             "Request slots of all workers. Without a free slot, messages wait in Redis.",
@@ -85,7 +90,7 @@ def _deliveries() -> Row:
             (queue_level("queue_run_out_leases", "queue"), "{{queue}}"),
         ),
         "Messages in lists that no worker reads": graph(
-            "Their producers set sep or global_keyprefix. `headrace queue list` names the lists. From the exporter.",
+            "Wrong sep, global_keyprefix or server of producers: see `headrace queue list`. From the exporter.",
             (queue_level("queue_unread_messages", "queue"), "{{queue}}"),
         ),
         "Queue served": states(
@@ -109,8 +114,8 @@ def _redis() -> Row:
     return {
         "Redis memory": graph(
             "Used memory, and maxmemory (0: no limit). From the exporter.",
-            ("headrace_redis_memory_used_bytes", "used"),
-            ("headrace_redis_memory_limit_bytes", "limit"),
+            ("headrace_redis_memory_used_bytes", "{{server}} used"),
+            ("headrace_redis_memory_limit_bytes", "{{server}} limit"),
             unit="bytes",
         ),
         "Redis round trip, p99": graph(
@@ -123,26 +128,33 @@ def _redis() -> Row:
         ),
         "Redis connections": graph(
             "Open connections, and connections refused in the last hour. From the exporter.",
-            ("headrace_redis_connected_clients", "connected"),
-            ("increase(headrace_redis_rejected_connections_total[1h])", "refused (1 h)"),
+            ("headrace_redis_connected_clients", "{{server}} connected"),
+            ("increase(headrace_redis_rejected_connections_total[1h])", "{{server}} refused (1 h)"),
         ),
         "Keys evicted by Redis (1 h)": graph(
             "Each is a lost message, stream or result. The eviction policy must be noeviction. From the exporter.",
-            ("increase(headrace_redis_evicted_keys_total[1h])", "evicted"),
-            ("headrace_redis_may_evict", "allowed by the policy (1) or not (0)"),
+            ("increase(headrace_redis_evicted_keys_total[1h])", "{{server}} evicted"),
+            ("headrace_redis_may_evict", "{{server}} allowed by the policy (1) or not (0)"),
+        ),
+        "Stream servers": graph(
+            "Whether the exporter reaches each server, whether it gets no new streams, and how many it has."
+            " Empty without HEADRACE_STREAM_URLS.",
+            ("headrace_stream_server_up", "{{stream_server}} reached (1) or away (0)"),
+            ("headrace_stream_server_draining", "{{stream_server}} draining"),
+            ("headrace_stream_server_streams", "{{stream_server}} streams"),
         ),
         "Redis persistence": states(
             "Whether the last write of the append-only file and the last snapshot succeeded. From the exporter.",
-            ("headrace_redis_persistence_ok", "persistence"),
-            ("headrace_redis_loads_all", "a restart loads the whole file"),
+            ("headrace_redis_persistence_ok", "{{server}} persistence"),
+            ("headrace_redis_loads_all", "{{server}} a restart loads the whole file"),
         ),
         "Redis restarts": graph(
             "Messages before and after the last restart, and commands of the append-only file that Redis refused."
             " From the exporter.",
-            ("headrace_redis_messages_before_restart", "ready before"),
-            ("headrace_redis_messages_after_restart", "ready or leased after"),
-            ("headrace_redis_load_errors", "refused"),
-            ("time() - headrace_redis_start_timestamp_seconds < bool 3600", "started in the last hour"),
+            ("headrace_redis_messages_before_restart", "{{server}} ready before"),
+            ("headrace_redis_messages_after_restart", "{{server}} ready or leased after"),
+            ("headrace_redis_load_errors", "{{server}} refused"),
+            ("time() - headrace_redis_start_timestamp_seconds < bool 3600", "{{server}} started in the last hour"),
         ),
     }
 

@@ -7,7 +7,8 @@ from typing import Any
 import redis
 
 from headrace_broker.keys import queue_lists
-from headrace_broker.queue.leases import LeasedMessage, Leases
+from headrace_broker.queue.leased_message import LeasedMessage
+from headrace_broker.queue.leases import Leases
 
 QUEUE = "headrace.m"
 LISTS = queue_lists(QUEUE)

@@ -116,7 +116,7 @@ async def test_result_waits_until_the_worker_stores_it(client: AsyncClient) -> N
 
 def test_it_has_every_method_of_client() -> None:
     def methods(kind: type) -> set[str]:
-        return {name for name in vars(kind) if not name.startswith("_")}
+        return {name for name in dir(kind) if callable(getattr(kind, name)) and not name.startswith("_")}
 
     assert methods(AsyncClient) - {"aclose"} == methods(Client) - {"close"}
 

@@ -33,6 +33,7 @@ from headrace_broker.queue.leases import Leases
 from headrace_broker.results import ChoiceOutput, ErrorInfo
 from headrace_broker.server.embedded import EmbeddedServer
 from headrace_broker.streams.writer import StreamWrite, StreamWriter
+from headrace_wire.wire_number import WIRE_NUMBER
 from service.servers import make_server
 
 STORES_RESULTS = pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")  # Celery's own
@@ -59,8 +60,8 @@ def queued(client: "redis.Redis", model: str = "m", step: int = 0) -> list[dict[
 
 
 def shape(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message without the fields that differ for every message."""
-    changing = ("id", "root_id", "enqueued_at", "prefix")
+    """Return the message without the headers that differ for every message, and those that only our client writes."""
+    changing = ("id", "root_id", "enqueued_at", "prefix", "wire")
     headers = {key: value for key, value in message["headers"].items() if key not in changing}
     properties = {
         key: value
@@ -86,6 +87,7 @@ def test_a_message_equals_that_of_a_plain_celery_producer(
     assert shape(ours) == shape(theirs)
     assert ours["body"][1] == kwargs
     assert "enqueued_at" in ours["headers"]
+    assert ours["headers"]["wire"] == WIRE_NUMBER
 
 
 def test_the_fields_that_the_queue_uses_are_outside_the_body(client: Client, redis_client: "redis.Redis") -> None:

@@ -9,7 +9,8 @@ import redis
 from headrace_broker.keys import deadlines_key, tenant_deadlines_key, tenant_ids_key
 from headrace_broker.queue.dead_letters import dead_letters, requeue
 from headrace_broker.queue.fair_share import ARRIVAL, DEADLINE, FairShare
-from headrace_broker.queue.leases import LeasedMessage, Leases
+from headrace_broker.queue.leased_message import LeasedMessage
+from headrace_broker.queue.leases import Leases
 from headrace_wire.codes import DeadLetterReason
 from service.broker.tenant_messages import LISTS, QUEUE, envelope, name_of, names, take
 
@@ -35,7 +36,7 @@ def test_the_earliest_deadline_is_first_and_messages_without_one_are_last_as_the
 ) -> None:
     push_mixed(redis_client)
     assert names(take(make_leases(order=DEADLINE), 9)) == ["day 2", "day 5", "day 9", "none 0", "none 1"]
-    assert redis_client.keys("headrace:ready:deadlines*") == []
+    assert redis_client.keys("headrace:queue:deadlines*") == []
 
 
 def test_without_the_setting_deadlines_change_nothing(
@@ -43,7 +44,7 @@ def test_without_the_setting_deadlines_change_nothing(
 ) -> None:
     push_mixed(redis_client)
     assert names(take(make_leases(), 9)) == ["none 0", "day 9", "day 2", "none 1", "day 5"]
-    assert redis_client.keys("headrace:ready:deadlines*") == []
+    assert redis_client.keys("headrace:queue:deadlines*") == []
 
 
 def test_a_later_message_with_an_earlier_deadline_passes_sorted_ones(
@@ -84,7 +85,7 @@ def test_a_message_that_returns_to_the_queue_waits_in_the_order_of_its_deadline(
     leases.requeue(third.lease_id, is_preempted=True)
     leases.requeue(first.lease_id)
     leases.postpone(second.lease_id, 0)
-    leases.reap()
+    leases.reap(QUEUE)
     assert names(take(leases, 9)) == ["day 2", "day 5", "day 9", "none 0", "none 1"]
 
 
@@ -92,7 +93,7 @@ def test_the_messages_of_a_dead_worker_wait_in_the_order_of_their_deadlines(redi
     push_mixed(redis_client)
     assert len(make_one(redis_client, lease_seconds=0).fetch(LISTS, 4)) == 4
     living = make_one(redis_client)
-    living.reap()
+    living.reap(QUEUE)
     assert names(take(living, 9)) == ["day 2", "day 5", "day 9", "none 0", "none 1"]
 
 
@@ -114,7 +115,7 @@ def test_a_dead_letter_that_is_requeued_has_its_deadline_again(redis_client: "re
     (dead,) = take(leases)
     leases.dead_letter(dead.lease_id, DeadLetterReason.REJECTED)
     leases.sort(LISTS)
-    assert len(requeue(redis_client, dead_letters(redis_client))) == 1
+    assert len(requeue(redis_client, dead_letters(redis_client, QUEUE))) == 1
     assert names(take(leases, 2)) == ["day 2", "day 5"]
 
 
@@ -129,7 +130,7 @@ def test_workers_of_both_settings_take_every_message_once_each_in_its_order(
     assert names(take(by_deadline, 2)) == ["7", "6"]
     assert names(take(by_arrival, 2)) == ["2", "3"]
     assert names(take(by_deadline, 9)) == ["5", "4"]
-    assert redis_client.keys("headrace:ready:deadlines*") == []
+    assert redis_client.keys("headrace:queue:deadlines*") == []
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -163,9 +164,9 @@ def test_no_message_is_lost_or_doubled_while_workers_of_both_settings_return_and
                 holder.requeue(message.lease_id, is_preempted=outcome < 0.6)
             else:
                 holder.postpone(message.lease_id, 0, keeps_place=outcome < 0.9)
-                holder.reap()
+                holder.reap(QUEUE)
     assert sorted(done, key=int) == [str(number) for number in range(200)]
-    assert redis_client.keys("headrace:ready:*") == []
+    assert redis_client.keys("headrace:queue:*") == []
 
 
 def test_deadlines_that_a_worker_of_an_earlier_version_left_are_passed_over_and_removed(
@@ -187,7 +188,7 @@ def test_deadlines_that_a_worker_of_an_earlier_version_left_are_passed_over_and_
     assert not redis_client.exists(tenant_deadlines_key(LISTS[0], "a"))
     push(redis_client, "later", step=1)
     assert names(take(leases)) == ["later"]
-    assert redis_client.keys("headrace:ready:deadlines*") == []
+    assert redis_client.keys("headrace:queue:deadlines*") == []
 
 
 def test_affinity_chooses_among_the_first_messages_in_the_order_of_deadlines(

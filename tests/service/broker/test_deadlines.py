@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from headrace_broker.client.client import Client
-from headrace_broker.keys import LEASE_RECORDS_KEY, deadlines_key
+from headrace_broker.keys import deadlines_key, lease_records_key
 from headrace_broker.queue.deadlines import read_earliest_slack
 from headrace_broker.queue.leases import Leases
 from headrace_broker.queue.purge import purge_queue
@@ -78,7 +78,7 @@ def test_leased_and_delayed_messages_do_not_count_until_they_wait_again(redis_cl
     (message,) = take(leases)
     leases.postpone(message.lease_id, 0)
     assert slack(redis_client) is None
-    leases.reap()
+    leases.reap(QUEUE)
     assert slack(redis_client) == 600
     (message,) = take(leases)
     leases.requeue(message.lease_id, is_preempted=True)
@@ -93,7 +93,7 @@ def test_the_deadline_of_a_dead_workers_message_counts_again(redis_client: "redi
     push(redis_client, "a", 600)
     (_message,) = Leases(redis_client, lease_seconds=0, delivery_limit=5).fetch(LISTS, 1)
     assert not redis_client.exists(KEY)
-    Leases(redis_client, lease_seconds=60, delivery_limit=5).reap()
+    Leases(redis_client, lease_seconds=60, delivery_limit=5).reap(QUEUE)
     assert slack(redis_client) == 600
 
 
@@ -186,7 +186,7 @@ def test_the_reaper_removes_deadlines_of_messages_that_do_not_wait(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases()
-    leases.serve(QUEUE, LISTS)
+    leases.serve(QUEUE)
     push(redis_client, "taken", 60)
     push(redis_client, "waits", 600)
     (taken,) = take(leases)
@@ -194,7 +194,7 @@ def test_the_reaper_removes_deadlines_of_messages_that_do_not_wait(
     leases.reap()
     assert redis_client.zcard(KEY) == 1
     assert slack(redis_client) == 600
-    redis_client.delete(LEASE_RECORDS_KEY)
+    redis_client.delete(lease_records_key(QUEUE))
     leases.reap()
     assert not redis_client.exists(KEY)
 
@@ -203,7 +203,7 @@ def test_deadlines_of_the_wrong_type_count_as_none(
     make_leases: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
     leases = make_leases()
-    leases.serve(QUEUE, LISTS)
+    leases.serve(QUEUE)
     redis_client.set(KEY, "x")
     assert slack(redis_client) is None
     leases.reap()

@@ -10,7 +10,7 @@ from kombu import Connection, Consumer, Queue
 from kombu.asynchronous import Hub
 
 from headrace_broker.app import LEASE_TRANSPORT
-from headrace_broker.keys import ALL_STEPS, LEASES_KEY, queue_lists, reaper_key, wake_up_key
+from headrace_broker.keys import ALL_STEPS, dead_letters_key, leases_key, queue_lists, reaper_key, wake_up_key
 from headrace_broker.queue import transport
 from headrace_broker.queue.leases import Leases
 from headrace_broker.queue.transport import Transport
@@ -161,9 +161,9 @@ def test_held_messages_are_renewed_by_the_loop(
 ) -> None:
     send("x")
     loop.run_until(lambda: len(loop.messages) == 1)
-    (lease_id,) = redis_client.zrange(LEASES_KEY, 0, -1)
-    granted = redis_client.zscore(LEASES_KEY, lease_id)
-    loop.run_until(lambda: redis_client.zscore(LEASES_KEY, lease_id) > granted + 1)
+    (lease_id,) = redis_client.zrange(leases_key(QUEUE.name), 0, -1)
+    granted = redis_client.zscore(leases_key(QUEUE.name), lease_id)
+    loop.run_until(lambda: redis_client.zscore(leases_key(QUEUE.name), lease_id) > granted + 1)
     assert len(loop.messages) == 1  # it was not delivered again
 
 
@@ -195,15 +195,17 @@ def test_after_a_reconnection_held_messages_are_kept_and_no_lease_is_reaped_at_o
     send("x")
     loop.run_until(lambda: len(loop.messages) == 1)
     loop.disconnect()
-    (lease_id,) = redis_client.zrange(LEASES_KEY, 0, -1)
-    redis_client.zadd(LEASES_KEY, {lease_id: 1})  # it expired during the outage, and so did another worker's
-    redis_client.zadd(LEASES_KEY, {"of another worker": 1})
+    (lease_id,) = redis_client.zrange(leases_key(QUEUE.name), 0, -1)
+    redis_client.zadd(
+        leases_key(QUEUE.name), {lease_id: 1}
+    )  # it expired during the outage, and so did another worker's
+    redis_client.zadd(leases_key(QUEUE.name), {"of another worker": 1})
     loop.connect()
-    assert redis_client.zscore(LEASES_KEY, lease_id) > 1
-    assert redis_client.zscore(LEASES_KEY, "of another worker") == 1
+    assert redis_client.zscore(leases_key(QUEUE.name), lease_id) > 1
+    assert redis_client.zscore(leases_key(QUEUE.name), "of another worker") == 1
     send("y")
     loop.run_until(lambda: len(loop.messages) == 2)
-    loop.run_until(lambda: redis_client.zscore(LEASES_KEY, "of another worker") is None)
+    loop.run_until(lambda: redis_client.zscore(leases_key(QUEUE.name), "of another worker") is None)
     assert [message.decode() for message in loop.messages] == ["x", "y"]
 
 
@@ -305,7 +307,7 @@ def test_an_envelope_of_very_many_values_becomes_a_dead_letter_unread(
     client.lpush(QUEUE.name, b'{"headers": {"id": "a", "x": [' + mark * 400_000 + b'1]}, "body": "", "properties": {}}')
     send("good")
     loop.run_until(lambda: [message.payload for message in loop.messages] == ["good"])
-    (letter,) = client.lrange("headrace:dead", 0, -1)
+    (letter,) = client.lrange(dead_letters_key(QUEUE.name), 0, -1)
     assert b"its envelope holds more than 100000 values" in letter
-    client.delete("headrace:dead")
+    client.delete(dead_letters_key(QUEUE.name))
     client.close()

@@ -13,16 +13,19 @@ from kombu import Connection, Producer
 
 from headrace_broker.app import LEASE_TRANSPORT
 from headrace_broker.keys import (
-    LEASES_KEY,
     delayed_key,
     delayed_tenants_key,
     held_key,
+    lease_bodies_key,
+    lease_records_key,
+    leases_key,
     sorted_ids_key,
     waiting_key,
     wake_up_key,
 )
 from headrace_broker.queue.dead_letters import dead_letters
-from headrace_broker.queue.leases import LeasedMessage, Leases
+from headrace_broker.queue.leased_message import LeasedMessage
+from headrace_broker.queue.leases import Leases
 from headrace_broker.queue.levels import QueueLevelReader
 from headrace_broker.server.embedded import EmbeddedServer
 from headrace_wire.questions import MAX_QUESTIONS
@@ -137,9 +140,9 @@ def test_the_requests_of_a_silent_worker_return_in_their_old_order(
     push(redis_client, "b", numbered("b", 4))
     held = names(silent.fetch(LISTS, 4))
     assert sorted(held) == ["a0", "a1", "b0", "b1"]
-    for lease_id in redis_client.zrange(LEASES_KEY, 0, -1):
-        redis_client.zadd(LEASES_KEY, {lease_id: 1})
-    assert other.reap() == 4
+    for lease_id in redis_client.zrange(leases_key(QUEUE), 0, -1):
+        redis_client.zadd(leases_key(QUEUE), {lease_id: 1})
+    assert other.reap(QUEUE) == 4
     again = names(take(other, 8))
     for tenant in "ab":
         assert [name for name in again if name[0] == tenant] == numbered(tenant, 4)
@@ -230,8 +233,8 @@ def test_every_message_is_delivered_once_and_byte_for_byte(
 
 
 def expire_leases(client: "redis.Redis") -> None:
-    for lease_id in client.zrange(LEASES_KEY, 0, -1):
-        client.zadd(LEASES_KEY, {lease_id: 1})
+    for lease_id in client.zrange(leases_key(QUEUE), 0, -1):
+        client.zadd(leases_key(QUEUE), {lease_id: 1})
 
 
 def check_agreement(client: "redis.Redis") -> None:
@@ -239,10 +242,10 @@ def check_agreement(client: "redis.Redis") -> None:
     waiting = sum(score for _, score in client.zrange(waiting_key(QUEUE), 0, -1, withscores=True))
     assert waiting == sum(client.zcard(sorted_ids_key(name)) for name in LISTS)
     assert client.exists(wake_up_key(QUEUE)) == (waiting > 0)
-    assert client.hlen("headrace:lease:body") == client.hlen("headrace:lease:record")
-    assert client.hlen("headrace:lease:body") == waiting + client.zcard(LEASES_KEY)
+    assert client.hlen(lease_bodies_key(QUEUE)) == client.hlen(lease_records_key(QUEUE))
+    assert client.hlen(lease_bodies_key(QUEUE)) == waiting + client.zcard(leases_key(QUEUE))
     delayed = sum(client.zcard(delayed_key(name)) for name in LISTS)
-    assert client.zcard(LEASES_KEY) == delayed + sum(client.zcard(held_key(name)) for name in LISTS)
+    assert client.zcard(leases_key(QUEUE)) == delayed + sum(client.zcard(held_key(name)) for name in LISTS)
     assert delayed == sum(count for _, count in client.zrange(delayed_tenants_key(QUEUE), 0, -1, withscores=True))
 
 
@@ -273,7 +276,7 @@ def test_after_any_sequence_of_events_each_message_is_done_once_and_all_keys_agr
             held += [(holder, message) for message in take(holder, details[0])]
         elif held and action == "fall silent":
             expire_leases(redis_client)
-            leases.reap()
+            leases.reap(QUEUE)
             held.clear()
         elif held:
             holder, message = held.pop(0)
@@ -289,15 +292,15 @@ def test_after_any_sequence_of_events_each_message_is_done_once_and_all_keys_agr
         holder.ack(message.lease_id)
         done[name_of(message)] += 1
     expire_leases(redis_client)  # all delayed messages are due too
-    leases.reap()
+    leases.reap(QUEUE)
     while messages := take(leases, 100):
         for message in messages:
             leases.ack(message.lease_id)
             done[name_of(message)] += 1
-    dead = [json.loads(letter.body)["body"] for letter in dead_letters(redis_client)]
+    dead = [json.loads(letter.body)["body"] for letter in dead_letters(redis_client, QUEUE)]
     assert done + Counter(dead) == Counter(str(number) for number in range(sent))
     check_agreement(redis_client)
-    assert redis_client.keys("headrace:lease:leases*") + redis_client.keys("headrace:ready:*") == []
+    assert redis_client.keys("headrace:lease:leases*") + redis_client.keys("headrace:queue:*") == []
 
 
 def test_tenants_beyond_the_limit_share_one_place(
@@ -398,7 +401,7 @@ def test_a_copy_of_a_waiting_message_becomes_a_dead_letter(
 ) -> None:
     push(redis_client, "a", ["x", "x", "y"])
     assert names(take(make_leases(), 3)) == ["x", "y"]
-    assert [letter.reason for letter in dead_letters(redis_client)] == ["duplicate"]
+    assert [letter.reason for letter in dead_letters(redis_client, QUEUE)] == ["duplicate"]
 
 
 def test_keys_that_are_deleted_by_hand_do_not_stop_the_queue(
@@ -408,8 +411,8 @@ def test_keys_that_are_deleted_by_hand_do_not_stop_the_queue(
     push(redis_client, "a", numbered("a", 3))
     push(redis_client, "b", numbered("b", 3))
     leases.fetch(LISTS, 0)
-    redis_client.delete(f"headrace:ready:of:{QUEUE}\x06a")
-    redis_client.delete("headrace:lease:record")
+    redis_client.delete(f"headrace:queue:of:{QUEUE}\x06a")
+    redis_client.delete(lease_records_key(QUEUE))
     push(redis_client, "c", ["c0"])
     assert names(take(leases, 9)) == ["c0"]
     assert redis_client.llen(wake_up_key(QUEUE)) == 0

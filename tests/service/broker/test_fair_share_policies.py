@@ -10,10 +10,10 @@ import redis
 from headrace_broker.client.client import Client
 from headrace_broker.errors import QueueFullError, TenantQueueFullError
 from headrace_broker.keys import (
-    LEASE_BODIES_KEY,
-    LEASE_RECORDS_KEY,
-    LEASES_KEY,
     delayed_tenants_key,
+    lease_bodies_key,
+    lease_records_key,
+    leases_key,
     sorted_ids_key,
     tenant_ids_key,
 )
@@ -51,11 +51,11 @@ def test_no_message_ages_too_early_or_without_ageing(
 
 def shift(client: "redis.Redis", name: str, seconds: float) -> None:
     """Change the keys as if this message, the only one of its tenant at its level, had been sorted this much later."""
-    for raw_id, packed in client.hgetall(LEASE_RECORDS_KEY).items():
+    for raw_id, packed in client.hgetall(lease_records_key(QUEUE)).items():
         record = msgpack.unpackb(packed)
-        if json.loads(client.hget(LEASE_BODIES_KEY, raw_id) or "")["body"] == name:
+        if json.loads(client.hget(lease_bodies_key(QUEUE), raw_id) or "")["body"] == name:
             record["since"] += int(seconds * 1e6)
-            client.hset(LEASE_RECORDS_KEY, raw_id, msgpack.packb(record))
+            client.hset(lease_records_key(QUEUE), raw_id, msgpack.packb(record))
             client.zadd(sorted_ids_key(record["level"]), {raw_id: record["since"]})
             client.zadd(tenant_ids_key(record["level"], record["tenant"]), {raw_id: record["since"]})
 
@@ -129,9 +129,9 @@ def test_a_message_whose_worker_died_before_refusing_it_is_checked_again(
     dying, other = make_leases(quota=1), make_leases(quota=1)
     push(redis_client, "a", ["a0", "a1"])
     assert [message.over_quota for message in dying.fetch(LISTS, 0)] == [1]
-    for lease_id in redis_client.zrange(LEASES_KEY, 0, -1):
-        redis_client.zadd(LEASES_KEY, {lease_id: 1})
-    assert other.reap() == 1
+    for lease_id in redis_client.zrange(leases_key(QUEUE), 0, -1):
+        redis_client.zadd(leases_key(QUEUE), {lease_id: 1})
+    assert other.reap(QUEUE) == 1
     assert [(name_of(m), m.over_quota) for m in take(other, 0)] == [("a1", 1)]
     assert names(take(other)) == ["a0"]
     for lease_id in other.held():
@@ -151,12 +151,14 @@ def test_delayed_messages_count_in_their_tenants_quota_until_they_are_due(
     assert {name_of(message): message.over_quota for message in take(leases, 0)} == {"g1": 3}
     with pytest.raises(TenantQueueFullError, match="holds 3 of at most 3 requests of tenant 'greedy'"):
         client.submit("x", tenant="greedy")
-    for lease_id in redis_client.zrange(LEASES_KEY, 0, -1):
-        redis_client.zadd(LEASES_KEY, {lease_id: 1})
-    leases.reap()
-    for lease_id, packed in redis_client.hgetall(LEASE_RECORDS_KEY).items():  # as a worker of an earlier version reaps
+    for lease_id in redis_client.zrange(leases_key(QUEUE), 0, -1):
+        redis_client.zadd(leases_key(QUEUE), {lease_id: 1})
+    leases.reap(QUEUE)
+    for lease_id, packed in redis_client.hgetall(
+        lease_records_key(QUEUE)
+    ).items():  # as a worker of an earlier version reaps
         record = msgpack.unpackb(packed) | {"delayed": True}
-        redis_client.hset(LEASE_RECORDS_KEY, lease_id, msgpack.packb(record))
+        redis_client.hset(lease_records_key(QUEUE), lease_id, msgpack.packb(record))
         redis_client.zincrby(delayed_tenants_key(QUEUE), 1, record["tenant"])
     assert sorted(names(take(leases, 9))) == ["g0", "g1", "later0", "later1", "m0"]
     client.submit_many([{"prompt": "x", "tenant": "greedy"}] * 3)

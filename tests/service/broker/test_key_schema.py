@@ -43,6 +43,6 @@ def test_every_script_compiles(redis_client: "redis.Redis") -> None:
         for each in (value.values() if isinstance(value, dict) else [value])
         for text in ([each.text] if isinstance(each, LuaScript) else [])
     }
-    assert len(scripts) == 42
+    assert len(scripts) == 49
     for text in scripts:
         redis_client.script_load(text)

@@ -9,15 +9,17 @@ import redis
 
 from clock import Clock
 from headrace_broker.keys import (
-    LEASE_BODIES_KEY,
-    LEASE_DELIVERIES_KEY,
-    LEASE_META_KEY,
-    LEASE_RECORDS_KEY,
-    LEASES_KEY,
+    dead_letters_key,
+    lease_bodies_key,
+    lease_deliveries_key,
+    lease_meta_key,
+    lease_records_key,
+    leases_key,
     queue_lists,
 )
 from headrace_broker.queue.dead_letters import DeadLetter, dead_letters
-from headrace_broker.queue.leases import LeasedMessage, Leases
+from headrace_broker.queue.leased_message import LeasedMessage
+from headrace_broker.queue.leases import Leases
 from headrace_broker.server.connections import connect
 from headrace_wire.codes import DeadLetterReason
 from service.servers import make_server
@@ -59,12 +61,18 @@ def bodies(messages: list[LeasedMessage]) -> list[bytes]:
 
 def expire_leases(client: "redis.Redis") -> None:
     """Let every lease expire now, as if its holder had stopped renewing it."""
-    for lease_id in client.zrange(LEASES_KEY, 0, -1):
-        client.zadd(LEASES_KEY, {lease_id: 1})
+    for lease_id in client.zrange(leases_key(QUEUE), 0, -1):
+        client.zadd(leases_key(QUEUE), {lease_id: 1})
 
 
 def traces(client: "redis.Redis") -> list[str]:
-    keys = (LEASES_KEY, LEASE_BODIES_KEY, LEASE_META_KEY, LEASE_DELIVERIES_KEY, LEASE_RECORDS_KEY)
+    keys = (
+        leases_key(QUEUE),
+        lease_bodies_key(QUEUE),
+        lease_meta_key(QUEUE),
+        lease_deliveries_key(QUEUE),
+        lease_records_key(QUEUE),
+    )
     return [key for key in keys if client.exists(key)]
 
 
@@ -113,8 +121,8 @@ def test_a_renewed_lease_does_not_expire(make_leases: MakeLeases, redis_client: 
     take(leases)
     expire_leases(redis_client)
     leases.tick()
-    assert other.reap() == 0
-    assert redis_client.zscore(LEASES_KEY, redis_client.zrange(LEASES_KEY, 0, 0)[0]) == pytest.approx(
+    assert other.reap(QUEUE) == 0
+    assert redis_client.zscore(leases_key(QUEUE), redis_client.zrange(leases_key(QUEUE), 0, 0)[0]) == pytest.approx(
         redis_client.time()[0] + 60, abs=30
     )
 
@@ -123,9 +131,9 @@ def test_the_message_of_a_silent_worker_goes_to_another(make_leases: MakeLeases,
     push(redis_client, "a", "b", "later")
     silent, other = make_leases(), make_leases()
     take(silent, 2)
-    assert other.reap() == 0
+    assert other.reap(QUEUE) == 0
     expire_leases(redis_client)
-    assert other.reap() == 2
+    assert other.reap(QUEUE) == 2
     messages = take(other)
     assert bodies(messages) == [b"a", b"b", b"later"]
     assert [message.deliveries for message in messages] == [2, 2, 1]
@@ -140,7 +148,7 @@ def test_a_worker_that_lost_its_lease_is_notified_and_cannot_settle_the_message(
     zombie.on_lost = lost.append
     (message,) = take(zombie)
     expire_leases(redis_client)
-    other.reap()
+    other.reap(QUEUE)
     (again,) = take(other)
     zombie.ack(message.lease_id)
     zombie.requeue(message.lease_id)
@@ -150,7 +158,7 @@ def test_a_worker_that_lost_its_lease_is_notified_and_cannot_settle_the_message(
     assert lost == [message]
     assert len(zombie) == 0
     assert redis_client.llen(QUEUE) == 0
-    assert dead_letters(redis_client) == []
+    assert dead_letters(redis_client, QUEUE) == []
     other.tick()
     assert len(other) == 1
     other.ack(again.lease_id)
@@ -166,7 +174,7 @@ def test_a_worker_that_gets_its_own_lost_message_again_is_notified_first(
     leases.on_lost = lost.append
     (first,) = take(leases)
     expire_leases(redis_client)
-    other.reap()
+    other.reap(QUEUE)
     (second,) = leases.fetch(LISTS, 1)
     assert lost == [first]
     assert second.deliveries == 2
@@ -180,15 +188,15 @@ def test_a_worker_that_slept_too_long_finds_its_lost_leases_before_it_fetches_or
     lost: list[LeasedMessage] = []
     sleeper.on_lost = lost.append
     gone, kept = take(sleeper)
-    redis_client.zadd(LEASES_KEY, {gone.lease_id: 1})
-    other.reap()
+    redis_client.zadd(leases_key(QUEUE), {gone.lease_id: 1})
+    other.reap(QUEUE)
     take(other)
     expire_leases(redis_client)
     clock.now += 61
-    sleeper.reap()
+    sleeper.reap(QUEUE)
     assert lost == [gone]
     assert len(sleeper) == 1
-    assert redis_client.zscore(LEASES_KEY, kept.lease_id) > 1  # renewed, so not reaped by itself
+    assert redis_client.zscore(leases_key(QUEUE), kept.lease_id) > 1  # renewed, so not reaped by itself
 
 
 def test_a_requeued_message_is_fetched_next_and_its_delivery_does_not_count(
@@ -224,15 +232,15 @@ def test_a_message_that_kills_every_worker_becomes_a_dead_letter(
         (message,) = make_leases(delivery_limit=2).fetch(LISTS, 1)
         assert message.deliveries == deliveries
         expire_leases(redis_client)
-        worker.reap()
+        worker.reap(QUEUE)
     push(redis_client, "harmless")
     assert bodies(take(worker)) == [b"harmless"]
     (letter,) = dead
     assert (letter.reason, letter.request_id, letter.queue) == ("delivery limit", "request-1", QUEUE)
-    (stored,) = dead_letters(redis_client)
+    (stored,) = dead_letters(redis_client, QUEUE)
     assert (stored.reason, stored.body, stored.deliveries) == ("delivery limit", poison.encode(), 2)
     assert stored.at == pytest.approx(redis_client.time()[0], abs=60)
-    assert redis_client.hlen(LEASE_DELIVERIES_KEY) == 1  # only the harmless one's
+    assert redis_client.hlen(lease_deliveries_key(QUEUE)) == 1  # only the harmless one's
 
 
 def test_a_dead_letter_is_kept_with_its_reason(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
@@ -243,7 +251,7 @@ def test_a_dead_letter_is_kept_with_its_reason(make_leases: MakeLeases, redis_cl
     leases.on_dead_letter = dead.append
     (message,) = take(leases)
     leases.dead_letter(message.lease_id, DeadLetterReason.UNDECODABLE, "UnicodeDecodeError")
-    (stored,) = dead_letters(redis_client)
+    (stored,) = dead_letters(redis_client, QUEUE)
     assert (stored.body, stored.reason, stored.request_id) == (garbage, "undecodable: UnicodeDecodeError", None)
     assert [letter.body for letter in dead] == [garbage]
     assert traces(redis_client) == []
@@ -268,7 +276,7 @@ def test_a_message_that_is_too_large_becomes_a_small_dead_letter_with_its_reques
     dead: list[DeadLetter] = []
     leases.on_dead_letter = dead.append
     assert bodies(take(leases)) == [b"good"]
-    (stored,) = dead_letters(redis_client)
+    (stored,) = dead_letters(redis_client, QUEUE)
     assert [letter.request_id for letter in (*dead, stored)] == [request_id, request_id]
     assert (
         dead[0].reason
@@ -303,7 +311,7 @@ def test_a_large_message_does_not_replace_another_with_the_same_lease_id(
     assert bodies(take(leases)) == [large("r")]
     push(redis_client, other, large("s"))
     assert bodies(take(leases)) == [large("s")]
-    assert [(letter.reason, letter.body) for letter in dead_letters(redis_client)] == [(reason, other)] * 2
+    assert [(letter.reason, letter.body) for letter in dead_letters(redis_client, QUEUE)] == [(reason, other)] * 2
 
 
 def test_large_messages_without_an_id_are_distinguished_by_their_middle(
@@ -325,10 +333,10 @@ def test_a_copy_of_a_leased_message_becomes_a_dead_letter_and_the_original_conti
     (message,) = take(leases)
     push(redis_client, "a", "b")
     assert bodies(take(leases)) == [b"b"]
-    assert [letter.reason for letter in dead_letters(redis_client)] == [DeadLetterReason.DUPLICATE]
+    assert [letter.reason for letter in dead_letters(redis_client, QUEUE)] == [DeadLetterReason.DUPLICATE]
     assert dead == []  # or the worker would end the original's stream
     leases.ack(message.lease_id)
-    assert redis_client.hget(LEASE_DELIVERIES_KEY, message.lease_id) is None
+    assert redis_client.hget(lease_deliveries_key(QUEUE), message.lease_id) is None
 
 
 def test_two_messages_with_one_delivery_tag_are_both_delivered(
@@ -347,11 +355,11 @@ def test_two_messages_with_one_delivery_tag_are_both_delivered(
 
 def test_dead_letters_are_bounded(make_leases: MakeLeases, redis_client: "redis.Redis") -> None:
     leases = make_leases()
-    redis_client.rpush("headrace:dead", *[msgpack.packb({"old": number}) for number in range(1000)])
+    redis_client.rpush(dead_letters_key(QUEUE), *[msgpack.packb({"old": number}) for number in range(1000)])
     push(redis_client, "a")
     leases.dead_letter(take(leases)[0].lease_id, DeadLetterReason.REJECTED)
-    assert redis_client.llen("headrace:dead") == 1000
-    assert dead_letters(redis_client, limit=1)[0].reason == DeadLetterReason.REJECTED
+    assert redis_client.llen(dead_letters_key(QUEUE)) == 1000
+    assert dead_letters(redis_client, QUEUE, limit=1)[0].reason == DeadLetterReason.REJECTED
 
 
 def test_a_flood_of_refused_messages_does_not_block_the_server(
@@ -378,7 +386,7 @@ def test_failed_settlements_are_retried_when_the_server_is_back(clock: Clock) ->
         assert len(leases) == 1
         server.start()
         leases.tick()
-        assert client.zrange(LEASES_KEY, 0, -1) == [held.lease_id.encode()]
+        assert client.zrange(leases_key(QUEUE), 0, -1) == [held.lease_id.encode()]
         assert bodies(take(leases)) == [b"unfinished"]
 
 
@@ -391,9 +399,9 @@ def test_after_an_outage_no_lease_is_reaped_for_the_length_of_a_lease(
     expire_leases(redis_client)
     leases.pause_reaping()
     clock.now += 59
-    assert leases.reap() == 0
+    assert leases.reap(QUEUE) == 0
     clock.now += 2
-    assert leases.reap() == 1
+    assert leases.reap(QUEUE) == 1
 
 
 def test_after_refusals_no_lease_is_reaped_before_other_workers_had_time_to_renew(
@@ -406,20 +414,20 @@ def test_after_refusals_no_lease_is_reaped_before_other_workers_had_time_to_rene
     try:
         for _ in range(3):
             with pytest.raises(redis.ReadOnlyError):
-                other.reap()
+                other.reap(QUEUE)
             clock.now += 100
         holder.tick()
     finally:
         redis_client.replicaof("NO", "ONE")
-    redis_client.zadd(LEASES_KEY, {message.lease_id: 1})  # it expired during the outage
-    assert other.reap() == 0
+    redis_client.zadd(leases_key(QUEUE), {message.lease_id: 1})  # it expired during the outage
+    assert other.reap(QUEUE) == 0
     clock.now += 59
-    assert other.reap() == 0
+    assert other.reap(QUEUE) == 0
     holder.tick()
     clock.now += 2
-    assert other.reap() == 0
-    redis_client.zadd(LEASES_KEY, {message.lease_id: 1})
-    assert other.reap() == 1
+    assert other.reap(QUEUE) == 0
+    redis_client.zadd(leases_key(QUEUE), {message.lease_id: 1})
+    assert other.reap(QUEUE) == 1
 
 
 def test_a_postponed_message_is_held_by_no_worker_until_it_is_due_and_that_was_no_delivery(
@@ -431,13 +439,13 @@ def test_a_postponed_message_is_held_by_no_worker_until_it_is_due_and_that_was_n
     leases.postpone(later.lease_id, 3000)
     assert len(leases) == 1
     now = redis_client.time()[0]
-    assert now + 2990 < redis_client.zscore(LEASES_KEY, later.lease_id) < now + 3010
+    assert now + 2990 < redis_client.zscore(leases_key(QUEUE), later.lease_id) < now + 3010
     leases.tick()  # the worker that had it does not renew it
     leases.ack(later.lease_id)
-    assert leases.reap() == 0
-    redis_client.zadd(LEASES_KEY, {later.lease_id: 1})
+    assert leases.reap(QUEUE) == 0
+    redis_client.zadd(leases_key(QUEUE), {later.lease_id: 1})
     other = make_leases()
-    assert other.reap() == 1
+    assert other.reap(QUEUE) == 1
     [message] = take(other)
     assert (message.body, message.deliveries) == (b"later", 1)
 
@@ -448,10 +456,10 @@ def test_a_postponed_message_that_keeps_its_place_comes_before_later_ones_and_ke
     leases = make_leases()
     push(redis_client, "first", "second")
     [first] = take(leases, 1)
-    before = msgpack.unpackb(redis_client.hget(LEASE_RECORDS_KEY, first.lease_id))
+    before = msgpack.unpackb(redis_client.hget(lease_records_key(QUEUE), first.lease_id))
     leases.postpone(first.lease_id, 0, keeps_place=True)
-    assert leases.reap() == 1
-    after = msgpack.unpackb(redis_client.hget(LEASE_RECORDS_KEY, first.lease_id))
+    assert leases.reap(QUEUE) == 1
+    after = msgpack.unpackb(redis_client.hget(lease_records_key(QUEUE), first.lease_id))
     assert [after.get(name) for name in ("since", "level", "due")] == [before["since"], before["level"], None]
     again, _ = take(leases)
     assert (again.body, again.deliveries) == (b"first", 1)
@@ -466,9 +474,9 @@ def test_a_postponement_that_redis_refused_is_retried(make_leases: MakeLeases, r
         leases.postpone(later.lease_id, 3000)
     finally:
         redis_client.config_set("maxmemory", 0)
-    assert redis_client.hget(LEASE_META_KEY, later.lease_id).startswith(leases.owner.encode())
+    assert redis_client.hget(lease_meta_key(QUEUE), later.lease_id).startswith(leases.owner.encode())
     leases.tick()
-    assert redis_client.hget(LEASE_META_KEY, later.lease_id).startswith(b"delayed|")
+    assert redis_client.hget(lease_meta_key(QUEUE), later.lease_id).startswith(b"delayed|")
 
 
 def test_a_settlement_that_fails_repeatedly_blocks_no_renewal_settlement_or_reaping(
@@ -485,9 +493,9 @@ def test_a_settlement_that_fails_repeatedly_blocks_no_renewal_settlement_or_reap
     redis_client.replicaof("NO", "ONE")
     try:
         leases.tick()
-        assert redis_client.zscore(LEASES_KEY, done.lease_id) is None
-        assert redis_client.zscore(LEASES_KEY, kept.lease_id) > 1
-        assert leases.reap() == 1
+        assert redis_client.zscore(leases_key(QUEUE), done.lease_id) is None
+        assert redis_client.zscore(leases_key(QUEUE), kept.lease_id) > 1
+        assert leases.reap(QUEUE) == 1
     finally:
         redis_client.config_set("maxmemory", 0)
     assert bodies(take(leases)) == [b"later"]

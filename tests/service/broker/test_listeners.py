@@ -198,7 +198,7 @@ def test_a_repeated_submission_counts_as_a_heartbeat(client: Client, redis_clien
 def test_waiting_for_a_result_keeps_its_interval_while_the_key_is_missing(
     client: Client, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_broker.client.client.BLOCK_SECONDS", 600.0)  # the wait without the key
+    monkeypatch.setattr("headrace_broker.streams.listeners.BLOCK_SECONDS", 600.0)  # the wait without the key
 
     def num_asked() -> int:
         return int(redis_client.info("commandstats").get("cmdstat_get", {"calls": 0})["calls"])

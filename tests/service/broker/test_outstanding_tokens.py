@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import redis
 
-from headrace_broker.keys import MEAN_COST_KEY, costs_key, sorted_ids_key, waiting_key
+from headrace_broker.keys import costs_key, mean_cost_key, sorted_ids_key, waiting_key
 from headrace_broker.queue.leases import Leases
 from headrace_broker.queue.outstanding_tokens import read_outstanding_tokens
 from service.broker.tenant_messages import LISTS, QUEUE, numbered, push, take, tenant_of
@@ -44,7 +44,7 @@ def test_sorted_messages_cost_their_tenants_average_and_leased_ones_the_queues(
     leases = make_leases()
     serve(redis_client, leases, {"small": 10})
     serve(redis_client, leases, {"large": 1010})
-    mean = float(redis_client.hget(MEAN_COST_KEY, QUEUE) or 0)
+    mean = float(redis_client.get(mean_cost_key(QUEUE)) or 0)
     assert mean == 210
     for tenant, count in (("small", 5), ("large", 2), ("new", 3)):
         push(redis_client, tenant, numbered(tenant, count))
@@ -72,14 +72,14 @@ def test_a_key_of_the_wrong_type_counts_as_empty(
         redis_client.delete(key)
         redis_client.set(key, "x")
     assert read_outstanding_tokens(redis_client, QUEUE) == {"waiting": 120, "leased": 0}
-    redis_client.delete(MEAN_COST_KEY)
-    redis_client.set(MEAN_COST_KEY, "x")
+    redis_client.delete(mean_cost_key(QUEUE))
+    redis_client.set(mean_cost_key(QUEUE), "x")
     assert read_outstanding_tokens(redis_client, QUEUE) is None
 
 
 @pytest.mark.parametrize("damaged", ["nan", "inf", "-5", "0", "x", ""])
 def test_an_average_that_was_edited_by_hand_is_no_average(redis_client: "redis.Redis", damaged: str) -> None:
-    redis_client.hset(MEAN_COST_KEY, QUEUE, damaged)
+    redis_client.set(mean_cost_key(QUEUE), damaged)
     push(redis_client, "a", ["a"])
     assert read_outstanding_tokens(redis_client, QUEUE) is None
 
@@ -87,7 +87,7 @@ def test_an_average_that_was_edited_by_hand_is_no_average(redis_client: "redis.R
 def test_of_ten_thousand_tenants_those_with_the_most_messages_count_with_their_own_averages(
     redis_client: "redis.Redis",
 ) -> None:
-    redis_client.hset(MEAN_COST_KEY, QUEUE, "100")
+    redis_client.set(mean_cost_key(QUEUE), "100")
     tenants = [f"tenant-{number:05}" for number in range(10_000)]
     redis_client.zadd(costs_key(QUEUE), dict.fromkeys(tenants[8_500:9_500], 10.0))
     redis_client.zadd(waiting_key(QUEUE), dict.fromkeys(tenants[:9_000], 1) | dict.fromkeys(tenants[9_000:], 2))

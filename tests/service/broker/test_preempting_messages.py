@@ -6,8 +6,9 @@ import msgpack
 import pytest
 import redis
 
-from headrace_broker.keys import LEASE_RECORDS_KEY, queue_lists, waiting_key
-from headrace_broker.queue.leases import LeasedMessage, Leases
+from headrace_broker.keys import lease_records_key, queue_lists, waiting_key
+from headrace_broker.queue.leased_message import LeasedMessage
+from headrace_broker.queue.leases import Leases
 from service.broker.tenant_messages import LISTS, QUEUE, names, numbered, push, take
 
 BETTER_THAN_9 = 3
@@ -102,14 +103,14 @@ def test_preemptions_of_a_message_are_counted_and_are_no_deliveries(
     (message,) = take(first)
     assert message.preemptions == 3
     first.ack(message.lease_id)
-    assert redis_client.hlen(LEASE_RECORDS_KEY) == 1
+    assert redis_client.hlen(lease_records_key(QUEUE)) == 1
 
 
 def shift(client: "redis.Redis", message: LeasedMessage, *names: str, seconds: float) -> None:
     """Move times in a message's record into the past."""
-    record = msgpack.unpackb(client.hget(LEASE_RECORDS_KEY, message.lease_id))
+    record = msgpack.unpackb(client.hget(lease_records_key(QUEUE), message.lease_id))
     record |= {name: record[name] - int(seconds * 1e6) for name in names}
-    client.hset(LEASE_RECORDS_KEY, message.lease_id, msgpack.packb(record))
+    client.hset(lease_records_key(QUEUE), message.lease_id, msgpack.packb(record))
 
 
 @pytest.mark.parametrize("is_preempted", [False, True])

@@ -138,7 +138,7 @@ def test_a_better_message_that_woke_no_wait_is_found_by_a_later_check(
 ) -> None:
     send("worse", 9)
     send("better")
-    loop.channel.leases.sort(loop.channel._lists())
+    loop.channel.leases.sort([QUEUE.name])
     assert redis_client.zcard(sorted_ids_key(QUEUE.name)) == 1
     loop.channel.preemption_wait_seconds = 30.0
     loop.channel.schedule_preempting_fetch()

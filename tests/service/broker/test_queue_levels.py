@@ -5,16 +5,21 @@ import time
 
 import pytest
 import redis
+from click.testing import CliRunner
 
 from headrace_broker.client.async_client import AsyncClient
 from headrace_broker.client.client import Client
 from headrace_broker.errors import QueueUnavailableError
-from headrace_broker.keys import DEAD_LETTERS_KEY, LEASE_META_KEY, LEASES_KEY, queue_lists, queue_name
+from headrace_broker.keys import dead_letters_key, lease_meta_key, leases_key, queue_lists, queue_name
 from headrace_broker.queue.fair_share import FairShare
-from headrace_broker.queue.leases import LeasedMessage, Leases
+from headrace_broker.queue.leased_message import LeasedMessage
+from headrace_broker.queue.leases import Leases
 from headrace_broker.queue.levels import QueueLevelReader
 from headrace_broker.server.embedded import EmbeddedServer
+from headrace_broker.settings import BrokerSettings
+from headrace_cli.commands.queue import queue as queue_command
 from headrace_wire.codes import DeadLetterReason
+from service.servers import make_server
 
 QUEUE, OTHER = queue_name("one"), queue_name("two")
 
@@ -82,7 +87,7 @@ def test_leases_ended_without_their_sets_are_counted_until_they_would_have_expir
     redis_client.lpush(lists[2], "delayed", "held", "next")
     leases.postpone(leases.fetch(lists, 1)[0].lease_id, 0)
     leases.fetch(lists, 1)
-    for key in (LEASES_KEY, LEASE_META_KEY):  # as a worker of an earlier version or an operator does
+    for key in (leases_key(QUEUE), lease_meta_key(QUEUE)):  # as a worker of an earlier version or an operator does
         redis_client.delete(key)
     reader = QueueLevelReader(redis_client)
     assert reader.read([QUEUE])[QUEUE].run_out == 2
@@ -136,12 +141,12 @@ def test_dead_letters_are_counted_by_queue_and_reason_and_again_when_they_change
     for message in leases.fetch(queue_lists(QUEUE), 2):
         leases.hold(message.lease_id, message)
         leases.dead_letter(message.lease_id, DeadLetterReason.POISON)
-    redis_client.lpush(DEAD_LETTERS_KEY, *[b"not a letter"] * 250)  # more than one script reads
+    redis_client.lpush(dead_letters_key(QUEUE), *[b"not a letter"] * 250)  # more than one script reads
     levels = reader.read([QUEUE, OTHER])
     assert dict(levels[QUEUE].dead) == {"poison": 2}
     assert levels[OTHER].num_dead == 0
     assert reader.read([QUEUE])[QUEUE].num_dead == 2
-    redis_client.delete(DEAD_LETTERS_KEY)
+    redis_client.delete(dead_letters_key(QUEUE))
     assert reader.read([QUEUE])[QUEUE].num_dead == 0
 
 
@@ -203,12 +208,12 @@ def test_the_waiting_time_of_a_message_survives_leases_and_postponements(redis_c
     leases.requeue(take().lease_id)
     leases.requeue(take().lease_id, is_counted=True)
     expired = take()
-    redis_client.zadd(LEASES_KEY, {expired.lease_id: 1})
-    leases.reap()
+    redis_client.zadd(leases_key(QUEUE), {expired.lease_id: 1})
+    leases.reap(QUEUE)
     last = take()
     began = redis_client.time()
     leases.postpone(last.lease_id, 0)
-    leases.reap()
+    leases.reap(QUEUE)
     (due,) = leases.fetch(lists, 1)
     ended = redis_client.time()
     assert due.waited is not None
@@ -219,7 +224,7 @@ def test_messages_over_a_quota_stay_in_their_list_while_there_is_no_room(redis_c
     leases = Leases(redis_client, lease_seconds=60, delivery_limit=9, fair_share=FairShare(quota=1))
     redis_client.lpush(QUEUE, "a", "b", "c")
     leases.sort(queue_lists(QUEUE))
-    assert (redis_client.llen(QUEUE), redis_client.zcard(LEASES_KEY)) == (2, 0)
+    assert (redis_client.llen(QUEUE), redis_client.zcard(leases_key(QUEUE))) == (2, 0)
     assert [message.over_quota for message in leases.fetch(queue_lists(QUEUE), 1)] == [1, 1, 0]
 
 
@@ -232,6 +237,25 @@ async def test_clients_read_the_levels_and_the_tenants_of_models(
         levels = await client.queue_levels(["one", "two"])
         assert (levels["one"].num_ready, levels["one"].leased, levels["two"].num_ready) == (2, 1, 0)
         assert await client.queue_tenants(["one", "two"]) == {"one": {"x": 1, "y": 1}, "two": {}}
-        redis_client.set("headrace:ready:waiting:headrace.one", "x")
+        redis_client.set("headrace:queue:waiting:headrace.one", "x")
         with pytest.raises(QueueUnavailableError):
             await client.queue_tenants(["one"])
+
+
+async def test_the_levels_of_other_servers_are_read_while_one_is_away(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis"
+) -> None:
+    with make_server() as second:
+        settings = BrokerSettings(redis_server.url, queue_urls=f"two={second.url}")
+        redis_client.lpush(QUEUE, "message")
+        second.kill()
+        async with AsyncClient(settings, check_model=False) as client:
+            levels = await client.queue_levels(["one", "two"])
+        assert (levels["one"].num_ready, levels["one"].problem) == (1, None)
+        assert levels["two"].num_ready == 0
+        assert f"the queue's server 127.0.0.1:{second.port} is away" in str(levels["two"].problem)
+        environ = {"HEADRACE_QUEUE_URLS": settings.queue_urls}
+        command = ["list", "--model", "one", "--model", "two", "--redis-url", redis_server.url]
+        shown = CliRunner().invoke(queue_command, command, env=environ)
+        assert shown.exit_code == 0
+        assert f"two cannot be served: the queue's server 127.0.0.1:{second.port} is away" in shown.stderr

@@ -21,7 +21,7 @@ from service.broker.test_wake_ups import Waiters, until
 def make_worker(redis_client: "redis.Redis") -> Callable[..., Leases]:
     def make(queue: str = QUEUE, clock: Callable[[], float] = time.monotonic) -> Leases:
         leases = Leases(redis_client, lease_seconds=60, delivery_limit=5, clock=clock)
-        leases.serve(queue, LISTS)
+        leases.serve(queue)
         return leases
 
     return make
@@ -156,7 +156,7 @@ def test_the_reaper_wakes_another_worker_for_a_message_whose_woken_worker_is_sil
     push(redis_client, "a", ["x"])
     assert redis_client.llen(arrived_key(LISTS[0])) == 1
     worker = Leases(redis_client, lease_seconds=60, delivery_limit=5)
-    worker.serve(QUEUE, LISTS)
+    worker.serve(QUEUE)
     waiters.add(wait_command(LISTS[0]))
     worker.reap()
     assert waiters.num_blocked() == 0

@@ -11,11 +11,11 @@ import redis
 
 from headrace_broker.keys import (
     KEYS,
-    LEASE_BODIES_KEY,
-    LEASE_DELIVERIES_KEY,
-    LEASES_KEY,
     deputy_key,
     ended_key,
+    lease_bodies_key,
+    lease_deliveries_key,
+    leases_key,
     queue_lists,
     reaper_key,
     sorted_ids_key,
@@ -24,7 +24,8 @@ from headrace_broker.keys import (
 )
 from headrace_broker.queue.dead_letters import dead_letters
 from headrace_broker.queue.fair_share import FairShare
-from headrace_broker.queue.leases import SCRIPTS, LeasedMessage, Leases
+from headrace_broker.queue.leased_message import LeasedMessage
+from headrace_broker.queue.leases import SCRIPTS, Leases
 from headrace_broker.results import Usage
 from headrace_broker.server.connections import REDIS_ERRORS, connect
 from headrace_broker.server.embedded import EmbeddedServer
@@ -34,12 +35,14 @@ from service.broker.tenant_messages import LISTS, QUEUE, envelope, name_of, push
 from service.redis_users import url_of
 
 LIMIT: Final = 5
-OTHER_LISTS: Final = queue_lists("headrace.other")
+OTHER: Final = "headrace.other"
+OTHER_LISTS: Final = queue_lists(OTHER)
 COMMANDS: Final = sorted(
     {command for script in SCRIPTS.values() for command in re.findall(r"redis\.p?call\('(\w+)'", script.text)}
 )
 """Every command of every script that moves messages."""
-OF_MESSAGES: Final = [key for key in KEYS if re.match(r"headrace(\.|:dead|:lease|:ready|:share)", key.pattern)]
+_PARTS: Final = r"headrace(\.|:dead|:lease|:queue|:share|:usage|:budget|:tenant-requests)"
+OF_MESSAGES: Final = [key for key in KEYS if re.match(_PARTS, key.pattern) and key.name not in ("reaper", "deputy")]
 
 
 class Flow:
@@ -48,7 +51,7 @@ class Flow:
     def __init__(self, admin: "redis.Redis", user: "redis.Redis") -> None:
         self.admin = admin
         self.leases = self.make_leases(user)
-        self.leases.serve(QUEUE, LISTS)
+        self.leases.serve(QUEUE)
         self.refused = 0
         self.done: Counter[str] = Counter()
         self.deliveries: dict[str, int] = {}
@@ -58,15 +61,15 @@ class Flow:
             if name != "lost":
                 self.leases.hold(message.lease_id, message)
         self.leases.postpone(self.held["delayed"].lease_id, 0)
-        admin.zadd(LEASES_KEY, {self.held["lost"].lease_id: 1})
+        admin.zadd(leases_key(QUEUE), {self.held["lost"].lease_id: 1})
         push(admin, "b", ["sorted"])
         push(admin, "c", ["worn"])
         push(admin, "c", ["aged"], step=2)
         admin.lpush(OTHER_LISTS[0], envelope("purged"))
         self.leases.sort(LISTS)
         self.leases.sort(OTHER_LISTS)
-        (worn,) = (key for key, body in admin.hgetall(LEASE_BODIES_KEY).items() if b'"worn"' in body)
-        admin.hset(LEASE_DELIVERIES_KEY, worn, LIMIT)
+        (worn,) = (key for key, body in admin.hgetall(lease_bodies_key(QUEUE)).items() if b'"worn"' in body)
+        admin.hset(lease_deliveries_key(QUEUE), worn, LIMIT)
         admin.lpush(LISTS[0], envelope("sorted", "b"))  # a copy
         push(admin, "d", ["new 1", "new 2"])
         push(admin, "greedy", ["quota 1", "quota 2", "quota 3"])
@@ -90,6 +93,7 @@ class Flow:
         self._try(lambda: leases.sort(LISTS))
         self._try(lambda: self._settle(leases, leases.fetch(LISTS, 2)))
         self._try(lambda: self._settle(leases, leases.take_delayed(LISTS, 1)))
+        self.refused += len(leases._pending)
 
     def _try(self, call: Callable[[], object]) -> None:
         try:
@@ -110,9 +114,9 @@ class Flow:
         self.leases.ack(self.held["bound"].lease_id)
         self.done.update(["acked", "bound"])
         other = self.make_leases(self.admin)
-        for lease_id in self.admin.zrange(LEASES_KEY, 0, -1):  # delayed, lost, or leased by a script that failed
-            self.admin.zadd(LEASES_KEY, {lease_id: 1})
-        other.reap()
+        for lease_id in self.admin.zrange(leases_key(QUEUE), 0, -1):  # delayed, lost, or leased by a script that failed
+            self.admin.zadd(leases_key(QUEUE), {lease_id: 1})
+        other.reap(QUEUE, OTHER)
         while messages := other.fetch(LISTS, 100):
             self._settle(other, messages)
         other.purge(OTHER_LISTS)
@@ -159,9 +163,9 @@ def test_a_missing_right_loses_doubles_and_counts_no_message(
     flow.finish()
     assert flow.done == Counter(SENT)
     assert {name: count for name, count in flow.deliveries.items() if count > 1} == {"lost": 2}
-    letters = Counter((letter.reason, json.loads(letter.body)["body"]) for letter in dead_letters(redis_client))
+    letters = Counter((letter.reason, json.loads(letter.body)["body"]) for letter in dead_letters(redis_client, QUEUE))
     assert letters == Counter([("rejected", "dead"), ("delivery limit", "worn"), ("duplicate", "sorted")])
-    assert [key for part in ("lease:*", "ready:*") for key in redis_client.keys(f"headrace:{part}")] == []
+    assert [key for part in ("lease:*", "queue:*") for key in redis_client.keys(f"headrace:{part}")] == []
     assert redis_client.keys("headrace.*") == []
 
 
@@ -201,5 +205,5 @@ def test_messages_that_nothing_names_are_requeued_a_few_at_a_time(
     redis_client.zrem(sorted_ids_key(LISTS[0]), *ids[:5])
     redis_client.zrem(tenant_ids_key(LISTS[0], "a"), *ids[:5])
     while redis_client.zcard(sorted_ids_key(LISTS[0])) < 300:
-        assert leases.reap() == 0
+        assert leases.reap(QUEUE) == 0
     assert [name_of(message) for message in leases.fetch(LISTS, 300)] == [str(number) for number in range(300)]

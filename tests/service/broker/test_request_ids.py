@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 import redis
 
-from headrace_broker.keys import LEASE_BODIES_KEY, LEASE_REQUESTS_KEY, LEASES_KEY, queue_lists, stream_key
+from headrace_broker.keys import lease_bodies_key, lease_requests_key, leases_key, queue_lists, stream_key
 from headrace_broker.queue.dead_letters import DeadLetter, dead_letters, requeue
-from headrace_broker.queue.leases import LeasedMessage, Leases
+from headrace_broker.queue.leased_message import LeasedMessage
+from headrace_broker.queue.leases import Leases
+from headrace_broker.queue.message_envelope import content_digest
 from headrace_broker.results import ErrorInfo
 from headrace_broker.streams.writer import Ending, StreamWrite, StreamWriter
 from headrace_wire.codes import DeadLetterReason
 from service.workers.messages import message
 
-LISTS = queue_lists("headrace.m")
+QUEUE = "headrace.m"
+LISTS = queue_lists(QUEUE)
 OTHER_LISTS = queue_lists("headrace.n")
 
 
@@ -43,25 +46,41 @@ def take(leases: Leases, lists: list[str] = LISTS) -> list[LeasedMessage]:
 
 
 def bound(client: "redis.Redis") -> dict[bytes, bytes]:
-    known: Any = client.hgetall(LEASE_REQUESTS_KEY)
+    known: Any = client.hgetall(lease_requests_key(QUEUE))
     return dict(known)
 
 
 @pytest.mark.parametrize("is_taken", [False, True], ids=["waiting", "taken"])
-@pytest.mark.parametrize("lists", [LISTS, OTHER_LISTS], ids=["its own queue", "another queue"])
 def test_a_second_message_with_other_content_becomes_a_dead_letter_without_the_id(
-    leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis", lists: list[str], is_taken: bool
+    leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis", is_taken: bool
 ) -> None:
     redis_client.lpush(LISTS[0], raw("r"))
     if is_taken:
         take(leases)
-    redis_client.lpush(lists[0], raw("r", b"another"), raw("r", tenant="t"), raw("s"))
-    taken = take(leases, [*LISTS, *lists])
+    redis_client.lpush(LISTS[0], raw("r", b"another"), raw("r", tenant="t"), raw("s"))
+    taken = take(leases)
     assert {leased.bound_id for leased in taken} == ({"s"} if is_taken else {"r", "s"})
     assert [(letter.reason, letter.bound_id, letter.request_id) for letter in reported] == [
         (DeadLetterReason.DUPLICATE_ID, None, "r")
     ] * 2
-    assert requeue(redis_client, dead_letters(redis_client)) == []
+    assert requeue(redis_client, dead_letters(redis_client, QUEUE)) == []
+
+
+def test_messages_of_two_queues_are_leased_apart_even_if_all_their_bytes_are_the_same(
+    leases: Leases, reported: list[DeadLetter], redis_client: "redis.Redis"
+) -> None:
+    for lists in (LISTS, OTHER_LISTS):
+        redis_client.lpush(lists[0], raw("r"))
+    (first,), (second,) = take(leases), take(leases, OTHER_LISTS)
+    assert first.lease_id != second.lease_id
+    leases.ack(first.lease_id)
+    assert redis_client.hlen(lease_bodies_key(QUEUE)) == 0
+    leases.tick()
+    assert leases.held() == {second.lease_id: second}
+    leases.dead_letter(second.lease_id, DeadLetterReason.REJECTED)
+    assert dead_letters(redis_client, QUEUE) == []
+    assert [letter.queue for letter in dead_letters(redis_client, "headrace.n")] == ["headrace.n"]
+    assert [letter.bound_id for letter in reported] == ["r"]
 
 
 def test_a_second_message_with_the_same_content_is_dropped_whatever_its_envelope(
@@ -70,7 +89,7 @@ def test_a_second_message_with_the_same_content_is_dropped_whatever_its_envelope
     redis_client.lpush(LISTS[0], raw("r"), raw("r", enqueued_at=7.5), raw("r", expires="2001-01-01T00:00:00"))
     redis_client.lpush(LISTS[2], raw("r", eta="2001-01-01T00:00:00"))
     assert [leased.body for leased in take(leases)] == [raw("r")]
-    assert (reported, dead_letters(redis_client)) == ([], [])
+    assert (reported, dead_letters(redis_client, QUEUE)) == ([], [])
 
 
 def as_text(request_id: str, prompt: str, body_encoding: str | None) -> bytes:
@@ -114,8 +133,8 @@ def test_a_delayed_message_keeps_its_id(
     redis_client.lpush(LISTS[0], raw("r", b"another"), raw("r"))
     assert take(leases) == []
     assert [letter.reason for letter in reported] == [DeadLetterReason.DUPLICATE_ID]
-    redis_client.zadd(LEASES_KEY, {leased.lease_id: 1})
-    leases.reap()
+    redis_client.zadd(leases_key(QUEUE), {leased.lease_id: 1})
+    leases.reap(QUEUE)
     assert [again.bound_id for again in take(leases)] == ["r"]
 
 
@@ -179,10 +198,11 @@ def test_an_id_that_the_scripts_cannot_read_is_bound_by_the_worker(
     redis_client.lpush(LISTS[0], raw("r"), raw("r", b"odd").replace(b'"headers": {', spelled.encode()))
     redis_client.lpush(LISTS[0], raw("s", b"odd").replace(b'"headers": {', spelled.encode()))
     first, *others = take(leases)
-    assert leases.bind(first, "r")
+    assert leases.bind(first, "r") is not None
     for leased in others:
         names_r = b'"r"' in leased.body
-        assert leases.bind(leased, json.loads(leased.body)["headers"]["id"]) is not names_r
+        is_bound = leases.bind(leased, json.loads(leased.body)["headers"]["id"]) is not None
+        assert is_bound is not names_r
         if names_r:
             leases.dead_letter(leased.lease_id, DeadLetterReason.DUPLICATE_ID)
     assert set(bound(redis_client)) == {b"r", b"s"}
@@ -194,10 +214,10 @@ def test_the_ids_of_messages_that_an_earlier_version_ended_are_deleted(
 ) -> None:
     redis_client.lpush(LISTS[0], *(raw(f"r{number}") for number in range(5)))
     kept = take(leases)[0]
-    for lease_id in redis_client.hkeys(LEASE_BODIES_KEY):
+    for lease_id in redis_client.hkeys(lease_bodies_key(QUEUE)):
         if lease_id.decode() != kept.lease_id:
-            redis_client.hdel(LEASE_BODIES_KEY, lease_id)
-    leases.reap()
+            redis_client.hdel(lease_bodies_key(QUEUE), lease_id)
+    leases.reap(QUEUE)
     assert bound(redis_client) == {b"r0": kept.lease_id.encode()}
 
 
@@ -209,25 +229,49 @@ def test_a_dead_letter_whose_id_another_message_has_is_not_requeued(
     redis_client.lpush(LISTS[0], raw("r", b"another"))
     [alive] = take(leases)
     StreamWriter(redis_client, 60).claim("r", "w")
-    assert requeue(redis_client, dead_letters(redis_client)) == []
+    assert requeue(redis_client, dead_letters(redis_client, QUEUE)) == []
     assert redis_client.exists(stream_key("r"))
     leases.ack(alive.lease_id)
-    assert len(requeue(redis_client, dead_letters(redis_client))) == 1
+    assert len(requeue(redis_client, dead_letters(redis_client, QUEUE))) == 1
 
 
 def test_a_wrong_type_of_the_request_ids_key_loses_no_message(leases: Leases, redis_client: "redis.Redis") -> None:
     redis_client.lpush(LISTS[0], raw("r"))
     [leased] = take(leases)
-    redis_client.rename(LEASE_REQUESTS_KEY, "kept")
-    redis_client.set(LEASE_REQUESTS_KEY, "somebody wrote a string here")
+    redis_client.rename(lease_requests_key(QUEUE), "kept")
+    redis_client.set(lease_requests_key(QUEUE), "somebody wrote a string here")
     redis_client.lpush(LISTS[0], raw("s"))
     with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
         take(leases)
     leases.ack(leased.lease_id)  # pending until the key is repaired
-    redis_client.rename("kept", LEASE_REQUESTS_KEY)
+    redis_client.rename("kept", lease_requests_key(QUEUE))
     leases.tick()
     assert [again.bound_id for again in take(leases)] == ["s"]
     assert set(bound(redis_client)) == {b"s"}
+
+
+def test_a_stream_belongs_to_the_message_of_the_queue_that_began_it(redis_client: "redis.Redis") -> None:
+    envelope = message(b"mine", request_id="r")
+    first, second = (content_digest(envelope, queue) for queue in (QUEUE, "headrace.n"))
+    writer = StreamWriter(redis_client, 60)
+    writer.claim("r", "w", content=first)
+    assert writer.claim("r", "w", content=second).is_of_another_message
+    assert writer.end_unclaimed("r", "error", None, second) is Ending.OF_ANOTHER_MESSAGE
+    assert not writer.claim("r", "w", content=first).is_of_another_message
+
+
+@pytest.mark.parametrize("earlier_begins", [True, False])
+def test_a_stream_goes_on_between_a_worker_and_one_of_an_earlier_version(
+    redis_client: "redis.Redis", earlier_begins: bool
+) -> None:
+    envelope = message(b"mine", request_id="r")
+    digests = [content_digest(envelope, QUEUE)[:32], content_digest(envelope, QUEUE)]
+    begun, resumed = digests if earlier_begins else digests[::-1]
+    writer = StreamWriter(redis_client, 60)
+    writer.claim("r", "w", content=begun)
+    assert not writer.claim("r", "w", content=resumed).is_of_another_message
+    other = content_digest(message(b"another", request_id="r"), QUEUE)
+    assert writer.claim("r", "w", content=other).is_of_another_message
 
 
 def test_a_claim_of_other_content_reads_and_writes_nothing(redis_client: "redis.Redis") -> None:
@@ -258,4 +302,4 @@ def test_a_planted_stream_refuses_neither_a_claim_nor_an_end(
         claim = writer.claim("r", "w", content="content")
         assert (claim.attempt, claim.has_replaced, claim.engine_losses) == (1, True, 0)
     assert len(redis_client.xrange(stream_key("r"))) == 1
-    assert redis_client.zcard(LEASES_KEY) == 0
+    assert redis_client.zcard(leases_key(QUEUE)) == 0

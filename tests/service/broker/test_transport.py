@@ -13,7 +13,7 @@ from kombu import Connection, Consumer, Queue
 
 from headrace_broker.app import LEASE_TRANSPORT
 from headrace_broker.errors import TransportConfigurationError
-from headrace_broker.keys import LEASES_KEY, sorted_ids_key
+from headrace_broker.keys import leases_key, sorted_ids_key
 from headrace_broker.queue.dead_letters import dead_letters
 from headrace_broker.queue.transport import Transport
 from headrace_broker.server.embedded import EmbeddedServer
@@ -76,7 +76,7 @@ def test_messages_of_a_stock_producer_arrive_and_are_acknowledged(
     send(producer, {"number": 0})
     messages = inbox.drain()
     assert [message.decode() for message in messages] == [{"number": 0}, {"number": 1}]
-    assert redis_client.zcard(LEASES_KEY) == 2
+    assert redis_client.zcard(leases_key(QUEUE.name)) == 2
     for message in messages:
         message.ack()
     assert leftovers(redis_client) == []
@@ -137,7 +137,7 @@ def test_a_requeued_message_comes_again_and_a_rejected_one_is_a_dead_letter(
     (message,) = inbox.drain()
     message.reject()
     assert inbox.drain() == []
-    assert [letter.reason for letter in dead_letters(redis_client)] == ["rejected"]
+    assert [letter.reason for letter in dead_letters(redis_client, QUEUE.name)] == ["rejected"]
 
 
 def test_a_message_whose_worker_fell_silent_is_marked_as_redelivered(
@@ -188,7 +188,7 @@ def test_garbage_becomes_a_dead_letter_and_the_next_message_arrives(
     redis_client.lpush(QUEUE.name, garbage, envelope())
     (message,) = inbox.drain()
     assert message.decode() == "fine"
-    (letter,) = dead_letters(redis_client)
+    (letter,) = dead_letters(redis_client, QUEUE.name)
     assert letter.reason.startswith("undecodable: ")
     assert letter.body == garbage
 
@@ -199,7 +199,9 @@ def test_two_messages_with_one_delivery_tag_are_acknowledged_separately(
     redis_client.lpush(QUEUE.name, envelope(), envelope(headers={"id": "request-2"}))
     first, second = inbox.drain()
     first.ack()
-    assert [message.delivery_tag.encode() for message in (second,)] == redis_client.zrange(LEASES_KEY, 0, -1)
+    assert [message.delivery_tag.encode() for message in (second,)] == redis_client.zrange(
+        leases_key(QUEUE.name), 0, -1
+    )
 
 
 def test_a_consumer_that_fails_on_one_message_gets_the_others(
@@ -215,7 +217,7 @@ def test_a_consumer_that_fails_on_one_message_gets_the_others(
     send(producer, "secret prompt")
     send(producer, "fine")
     assert [message.decode() for message in inbox.drain()] == ["fine"]
-    assert [letter.reason for letter in dead_letters(redis_client)] == ["undeliverable: TypeError"]
+    assert [letter.reason for letter in dead_letters(redis_client, QUEUE.name)] == ["undeliverable: TypeError"]
     assert "secret" not in caplog.text
 
 

@@ -11,7 +11,7 @@ import redis
 from headrace_broker.client.async_client import AsyncClient
 from headrace_broker.client.client import Client
 from headrace_broker.errors import HeadraceBrokerError, InvalidRequestError, QueueUnavailableError, SettingsError
-from headrace_broker.keys import DEAD_LETTERS_KEY, MODELS_KEY
+from headrace_broker.keys import MODELS_KEY, dead_letters_key
 from headrace_broker.server.embedded import EmbeddedServer
 from headrace_broker.streams.events import ChunkEvent, EndEvent, StartEvent
 from headrace_broker.streams.writer import StreamWrite, StreamWriter
@@ -163,7 +163,7 @@ def test_a_deadline_too_far_from_now_is_refused(client: Client, moment: datetime
 
 
 def test_a_refusal_by_the_server_is_not_reported_as_unavailable(client: Client, redis_client: "redis.Redis") -> None:
-    redis_client.set(DEAD_LETTERS_KEY, "x")
+    redis_client.set(dead_letters_key("headrace.m"), "x")
     with pytest.raises(QueueUnavailableError, match=r"refused .*WRONGTYPE"):
         client.dead_letters()
 

@@ -11,14 +11,14 @@ from kombu import Connection
 
 from headrace_broker.app import LEASE_TRANSPORT
 from headrace_broker.keys import (
-    DEAD_LETTERS_KEY,
-    LEASE_BODIES_KEY,
-    LEASE_DELIVERIES_KEY,
-    LEASE_META_KEY,
-    LEASE_RECORDS_KEY,
-    LEASE_REQUESTS_KEY,
-    LEASES_KEY,
+    dead_letters_key,
     deadlines_key,
+    lease_bodies_key,
+    lease_deliveries_key,
+    lease_meta_key,
+    lease_records_key,
+    lease_requests_key,
+    leases_key,
     queue_lists,
     sorted_ids_key,
     tenant_deadlines_key,
@@ -29,6 +29,7 @@ from headrace_broker.queue.dead_letters import dead_letters, purge, requeue
 from headrace_broker.queue.fair_share import ARRIVAL, DEADLINE, FairShare
 from headrace_broker.queue.leases import Leases
 from headrace_broker.queue.levels import QueueLevelReader
+from headrace_broker.queue.worker_leases import WorkerLeases
 from headrace_broker.server.connections import connect
 from headrace_wire.codes import DeadLetterReason
 from service.broker.tenant_messages import LISTS, QUEUE, envelope, names
@@ -108,7 +109,7 @@ class Scene:
             lambda: self.other.sort(LISTS),
             self.other.reap,
             lambda: self._take(2),
-            lambda: requeue(self.client, dead_letters(self.client)),
+            lambda: requeue(self.client, dead_letters(self.client, QUEUE)),
             lambda: QueueLevelReader(self.client).read([QUEUE]),
             lambda: self._take(100),
         ):
@@ -133,12 +134,12 @@ class Scene:
         for _ in range(6):
             self.holder.tick()
             self.other.tick()
-            requeue(self.client, dead_letters(self.client))
-            for key in self.client.keys("headrace:lease:leases*"):
+            requeue(self.client, dead_letters(self.client, QUEUE))
+            for key in self.client.keys("headrace:lease:*"):
                 for lease_id in self.client.zrange(key, 0, -1) if self.client.type(key) == b"zset" else ():
                     self.client.zadd(key, {lease_id: DUE})
             worker = make_leases(self.client)
-            worker.reap()
+            worker.reap(QUEUE)
             for message in worker.fetch(LISTS, 100):
                 got.add(message.body)
                 worker.ack(message.lease_id)
@@ -165,9 +166,15 @@ def replaced(client: "redis.Redis", key: str, kind: str) -> Iterator[None]:
 
 def test_no_message_is_lost_while_a_key_has_the_wrong_type(client: "redis.Redis") -> None:
     keys = scene_keys(client)
-    assert {LEASES_KEY, LEASE_BODIES_KEY, LEASE_META_KEY, LEASE_DELIVERIES_KEY, LEASE_RECORDS_KEY} <= set(keys)
-    assert LEASE_REQUESTS_KEY in keys
-    assert {DEAD_LETTERS_KEY, waiting_key(QUEUE), tenant_ids_key(QUEUE, "a"), queue_lists(QUEUE)[2]} <= set(keys)
+    assert {
+        leases_key(QUEUE),
+        lease_bodies_key(QUEUE),
+        lease_meta_key(QUEUE),
+        lease_deliveries_key(QUEUE),
+        lease_records_key(QUEUE),
+    } <= set(keys)
+    assert lease_requests_key(QUEUE) in keys
+    assert {dead_letters_key(QUEUE), waiting_key(QUEUE), tenant_ids_key(QUEUE, "a"), queue_lists(QUEUE)[2]} <= set(keys)
     assert {deadlines_key(QUEUE), tenant_deadlines_key(QUEUE, "a")} <= set(keys)
     for key in keys:
         for kind in PUT:
@@ -185,32 +192,33 @@ def test_no_message_is_lost_while_a_key_has_the_wrong_type(client: "redis.Redis"
 def test_queue_levels_report_the_queue_whose_key_has_the_wrong_type(client: "redis.Redis") -> None:
     Scene(client)
     other = "headrace.other"
-    shared = (LEASE_META_KEY, LEASE_REQUESTS_KEY, DEAD_LETTERS_KEY)
-    for key in (*shared, LISTS[0], LISTS[3]):
+    of_queue = (lease_meta_key(QUEUE), lease_requests_key(QUEUE), dead_letters_key(QUEUE))
+    for key in (*of_queue, LISTS[0], LISTS[3]):
         reader = QueueLevelReader(client)
         with replaced(client, key, "stream"):
             levels = reader.read([QUEUE, other])
         shown = key.replace("\x06\x16", " ")
         assert f"WRONGTYPE the key {shown} holds a stream" in str(levels[QUEUE].problem)
-        assert (levels[other].problem is not None) == (key in shared)
+        assert levels[other].problem is None
         assert reader.read([QUEUE, other])[QUEUE].problem is None
         assert levels[QUEUE].leased > 0
 
 
 def test_other_queues_are_served_while_one_has_a_key_of_the_wrong_type(client: "redis.Redis") -> None:
-    for key in (LISTS[0], sorted_ids_key(LISTS[0]), tenant_ids_key(LISTS[0], "a"), tenant_ids_key(LISTS[0], "")):
+    keys = (LISTS[0], sorted_ids_key(LISTS[0]), tenant_ids_key(LISTS[0], "a"), tenant_ids_key(LISTS[0], ""))
+    for key in (*keys, lease_meta_key(QUEUE), dead_letters_key(QUEUE)):
         client.flushall()
-        lists, refusals = [*LISTS, *queue_lists("headrace.other")], []
-        leases = make_leases(client)
-        leases.on_refused = refusals.append
+        refused: dict[str, Exception] = {}
+        leases = WorkerLeases(make_leases(client), {})
         client.set(key, "x")
         if key != LISTS[0]:
             client.lpush(LISTS[0], envelope("mine", "a"))
         client.lpush("headrace.other", envelope("theirs", "a"))
-        served = leases.fetch(lists, 9)
+        rounds = leases.fetch_in_rounds([QUEUE, "headrace.other"], 9, on_error=refused.__setitem__)
+        served = [message for messages in rounds for message in messages]
         assert envelope("theirs", "a").encode() in [message.body for message in served]
-        assert bool(refusals) == (key != tenant_ids_key(LISTS[0], ""))
-        assert (len(served) == 2) == key.startswith("headrace:ready:of:")  # a tenant without a place shares one
+        assert refused.keys() == ({QUEUE} if key not in keys[2:4] else set())
+        assert (len(served) == 2) == key.startswith("headrace:queue:of:")  # a tenant without a place shares one
 
 
 def test_a_worker_can_start_on_a_queue_whose_keys_have_the_wrong_type(client: "redis.Redis") -> None:
@@ -237,7 +245,7 @@ def test_a_message_whose_shared_place_has_the_wrong_type_stays_in_its_list(clien
     client.flushall()
     leases = make_leases(client)
     client.zadd(waiting_key(QUEUE), {f"tenant-{number}": 1 for number in range(1000)})
-    client.zadd(f"headrace:ready:tenants:{QUEUE}", {"tenant-0": 1})
+    client.zadd(f"headrace:queue:tenants:{QUEUE}", {"tenant-0": 1})
     client.set(tenant_ids_key(QUEUE, ""), "x")
     client.lpush(LISTS[0], envelope("mine", "one more"))
     with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
@@ -252,12 +260,14 @@ def test_a_message_is_not_lost_if_the_stored_one_before_it_is_malformed(client: 
     leases = make_leases(client)
     client.lpush(LISTS[0], envelope("first", id="r"))
     [first] = leases.fetch(LISTS, 1)
-    client.hset(LEASE_BODIES_KEY, first.lease_id, stored)
+    client.hset(lease_bodies_key(QUEUE), first.lease_id, stored)
     client.lpush(LISTS[0], envelope("second", id="r"))
     assert names(leases.fetch(LISTS, 9)) == ["second"]
 
 
-@pytest.mark.parametrize("key", [tenant_ids_key(QUEUE, "a"), waiting_key(QUEUE), deadlines_key(QUEUE), LEASES_KEY])
+@pytest.mark.parametrize(
+    "key", [tenant_ids_key(QUEUE, "a"), waiting_key(QUEUE), deadlines_key(QUEUE), leases_key(QUEUE)]
+)
 def test_a_key_of_the_wrong_type_is_reported_if_nothing_can_be_taken(client: "redis.Redis", key: str) -> None:
     scene = Scene(client)
     with replaced(client, key, "hash"):
@@ -291,8 +301,8 @@ def test_a_server_that_refuses_writes_loses_no_message(client: "redis.Redis") ->
 
 def test_a_dead_letter_that_cannot_be_read_is_listed_and_can_be_deleted(client: "redis.Redis") -> None:
     Scene(client)
-    client.lpush(DEAD_LETTERS_KEY, b"\xc1", msgpack.packb({"reason": "x"}), msgpack.packb([1]))
-    unreadable = [letter for letter in dead_letters(client) if letter.reason.startswith("unreadable")]
+    client.lpush(dead_letters_key(QUEUE), b"\xc1", msgpack.packb({"reason": "x"}), msgpack.packb([1]))
+    unreadable = [letter for letter in dead_letters(client, QUEUE) if letter.reason.startswith("unreadable")]
     assert len(unreadable) == 3
     assert requeue(client, unreadable) == []
     assert purge(client, unreadable) == 3
@@ -317,7 +327,7 @@ GARBAGE: Final = {
 @pytest.mark.parametrize(
     "key",
     [
-        *(LEASE_META_KEY, LEASE_RECORDS_KEY, LEASE_REQUESTS_KEY, LEASE_DELIVERIES_KEY),
+        *(lease_meta_key(QUEUE), lease_records_key(QUEUE), lease_requests_key(QUEUE), lease_deliveries_key(QUEUE)),
         *("headrace:share:clock", "headrace:share:mean"),
     ],
 )
@@ -333,7 +343,7 @@ def test_a_message_whose_lease_names_no_list_goes_back_to_the_right_one(client: 
     scene = Scene(client)
     for meta in (scene.holder.owner + "|", "|", "nobody", ""):
         for message in scene.held:
-            client.hset(LEASE_META_KEY, message.lease_id, meta)
+            client.hset(lease_meta_key(QUEUE), message.lease_id, meta)
         scene.holder.requeue(scene.held[0].lease_id)
         assert scene.messages - scene.drain() == set()
         scene = Scene(client)
@@ -350,7 +360,7 @@ def test_infinite_scores_lose_no_message(client: "redis.Redis", score: str) -> N
 
 
 def test_a_deleted_key_loses_no_message_that_other_keys_still_hold(client: "redis.Redis") -> None:
-    holds_messages = {LEASE_BODIES_KEY, DEAD_LETTERS_KEY, *LISTS}
+    holds_messages = {lease_bodies_key(QUEUE), dead_letters_key(QUEUE), *LISTS}
     for key in [name for name in scene_keys(client) if name not in holds_messages]:
         scene = Scene(client)
         client.delete(key)
@@ -366,4 +376,4 @@ def test_foreign_entries_in_keys_of_the_right_type_are_skipped(client: "redis.Re
             PUT[kind](client, key)
         scene.operate()
         assert scene.messages - scene.acked - scene.drain() == set(), key
-        assert all(letter.reason for letter in dead_letters(client))
+        assert all(letter.reason for letter in dead_letters(client, QUEUE))

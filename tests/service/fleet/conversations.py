@@ -8,9 +8,10 @@ from typing import Any
 import msgpack
 import redis
 
-from headrace_broker.keys import LEASE_RECORDS_KEY, holder_wake_up_key, wake_up_key
+from headrace_broker.keys import holder_wake_up_key, lease_records_key, wake_up_key
 from headrace_broker.queue.fair_share import FairShare
-from headrace_broker.queue.leases import LeasedMessage, Leases
+from headrace_broker.queue.leased_message import LeasedMessage
+from headrace_broker.queue.leases import Leases
 from service.broker.tenant_messages import LISTS, QUEUE, envelope, name_of, tenant_of
 
 FOR_EVER = 3600.0
@@ -36,12 +37,14 @@ def make_leases(client: "redis.Redis", grace: float = FOR_EVER, **options: Any) 
     return Leases(client, lease_seconds=600, delivery_limit=5, fair_share=FairShare(**policy), **options)
 
 
-def end_grace(client: "redis.Redis", graces: float = 2.0) -> None:
-    """Change the keys as if all messages had been sorted so many graces earlier."""
-    for lease_id, packed in client.hgetall(LEASE_RECORDS_KEY).items():
+def end_grace(client: "redis.Redis", graces: float = 2.0, conversation: str | None = None) -> None:
+    """Change the keys as if all messages, or that of one conversation, had been sorted so many graces earlier."""
+    for lease_id, packed in client.hgetall(lease_records_key(QUEUE)).items():
         record = msgpack.unpackb(packed)
+        if conversation not in (None, record.get("conversation")):
+            continue
         record["sorted"] -= int(graces * FOR_EVER * 1e6)
-        client.hset(LEASE_RECORDS_KEY, lease_id, msgpack.packb(record))
+        client.hset(lease_records_key(QUEUE), lease_id, msgpack.packb(record))
 
 
 class VirtualWorker:
@@ -86,8 +89,8 @@ class VirtualFleet:
         send(self.client, message)
         waiting = [worker for worker in self.workers if worker.free]
         for worker in waiting:
-            worker.leases._tell_credit_from = self._now  # else its free slots would be forgotten if the test is slow
-            worker.leases.tell_credit([QUEUE], worker.free)
+            worker.leases.slots._tell_from.clear()  # else its free slots would be forgotten if the test is slow
+            worker.leases.slots.tell(QUEUE, worker.free)
         if waiting:
             self._fetch(waiting[0])
         self._answer_tokens()
@@ -126,7 +129,7 @@ class VirtualFleet:
         worker.leases.hold(message.lease_id, message)
         worker.leases.ack(message.lease_id)
         worker.free += 1
-        worker.leases.tell_credit([QUEUE], worker.free)
+        worker.leases.slots.tell(QUEUE, worker.free)
         self._answer_tokens()
 
 

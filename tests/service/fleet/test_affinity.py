@@ -10,17 +10,17 @@ import redis
 from headrace_broker.keys import (
     CREDIT_MILLISECONDS,
     HOLDERS_KEPT,
-    LEASES_KEY,
     credit_key,
     holder_wake_up_key,
     holders_key,
+    leases_key,
     tenants_key,
     wake_up_key,
 )
 from headrace_broker.queue.leases import Leases
 from service.broker.tenant_messages import LISTS, QUEUE, envelope, names, take
 from service.broker.test_wrong_keys import PUT
-from service.fleet.conversations import SYSTEM, VirtualFleet, end_grace, make_leases, run_sessions, send, turn
+from service.fleet.conversations import FOR_EVER, SYSTEM, VirtualFleet, end_grace, make_leases, run_sessions, send, turn
 
 NUM_WORKERS, SLOTS, TURNS = 4, 16, 6
 
@@ -48,7 +48,7 @@ def run_fleet(client: "redis.Redis", grace: float) -> VirtualFleet:
     fleet = VirtualFleet(client, NUM_WORKERS, SLOTS, grace)
     run_sessions(fleet, load=0.7, slots=NUM_WORKERS * SLOTS, sessions=120, turns=TURNS)
     assert fleet.follow_ups == 120 * (TURNS - 1)
-    assert client.zcard(LEASES_KEY) == 0
+    assert client.zcard(leases_key(QUEUE)) == 0
     return fleet
 
 
@@ -106,6 +106,30 @@ def test_after_the_grace_anyone_takes_the_message(holder: Leases, other: Leases,
     assert names(take(other, 4)) == ["p.1"]
 
 
+@pytest.mark.parametrize("older", ["p.1", "q.1"])
+def test_the_worker_that_leaves_messages_of_two_ages_comes_back_when_the_grace_of_both_is_over(
+    older: str, holder: Leases, other: Leases, redis_client: "redis.Redis"
+) -> None:
+    graces: list[float] = []
+    other.on_offered = graces.append
+    send(redis_client, turn("p", 1), turn("q", 1))
+    other.sort(LISTS)
+    end_grace(redis_client, graces=0.5, conversation=older)
+    assert take(other, 4) == []
+    assert len(graces) == 1
+    assert 0.75 * FOR_EVER < graces[0] <= FOR_EVER
+
+
+def test_another_tenants_conversation_of_the_same_name_has_a_holder_of_its_own(
+    holder: Leases, other: Leases, redis_client: "redis.Redis"
+) -> None:
+    send(redis_client, turn("p", 1, "b"))
+    assert names(take(other, 4)) == ["p.1"]
+    send(redis_client, turn("p", 1))  # a's holder is the same as before
+    assert take(other, 4) == []
+    assert names(take(holder, 4)) == ["p.1"]
+
+
 def test_a_clock_that_is_set_back_makes_no_message_wait(
     holder: Leases, other: Leases, redis_client: "redis.Redis"
 ) -> None:
@@ -124,10 +148,10 @@ def test_a_message_that_becomes_due_again_wakes_its_holder_again(
     take(other, 4)
     (message,) = take(holder, 1)
     holder.postpone(message.lease_id, 0)
-    holder.tell_credit([QUEUE], 4)
+    holder.slots.tell(QUEUE, 4)
     redis_client.delete(holder_wake_up_key(QUEUE, holder.owner))
-    redis_client.zadd(LEASES_KEY, {message.lease_id: 1})
-    other.reap()
+    redis_client.zadd(leases_key(QUEUE), {message.lease_id: 1})
+    other.reap(QUEUE)
     assert take(other, 4) == []
     assert tokens(redis_client, holder) == 1
     assert len(graces) == 2
@@ -139,8 +163,8 @@ def test_a_message_that_becomes_due_again_wakes_its_holder_again(
         lambda client, holder: client.delete(credit_key(QUEUE, holder.owner)),
         lambda client, holder: client.set(credit_key(QUEUE, holder.owner), "0"),
         lambda client, holder: client.set(credit_key(QUEUE, holder.owner), "many"),
-        lambda client, holder: holder.withdraw_credit(QUEUE),
-        lambda client, holder: client.hset(holders_key(QUEUE), "p.0", "nonsense"),
+        lambda client, holder: holder.slots.withdraw(QUEUE),
+        lambda client, holder: client.hset(holders_key(QUEUE), "p.0 a", "nonsense"),
         lambda client, holder: client.delete(holders_key(QUEUE)),
     ],
     ids=["it was not heard of", "it is full", "it told no number", "it cannot fetch", "no worker", "forgotten"],
@@ -156,14 +180,14 @@ def test_a_message_does_not_wait_for_a_holder_without_a_free_slot_or_that_is_unk
 def test_no_message_waits_for_a_worker_whose_fetch_has_filled_all_slots(
     holder: Leases, other: Leases, redis_client: "redis.Redis"
 ) -> None:
-    holder.tell_credit([QUEUE], 6)
+    holder.slots.tell(QUEUE, 6)
     assert 0 < redis_client.pttl(credit_key(QUEUE, holder.owner)) <= CREDIT_MILLISECONDS
     send(redis_client, turn("x", 0))
     take(holder, 1)
     assert not redis_client.exists(credit_key(QUEUE, holder.owner))
     send(redis_client, turn("p", 1), turn("q", 1))
     assert names(take(other, 1)) == ["p.1"]
-    holder.tell_credit([QUEUE], 2)  # at once, as a request has ended
+    holder.slots.tell(QUEUE, 2)  # at once, as a request has ended
     assert take(other, 1) == []
 
 
@@ -259,7 +283,7 @@ def test_a_message_that_preempts_waits_for_no_holder_and_gives_its_conversation_
 ) -> None:
     send(redis_client, turn("p", 1))
     assert names(other.fetch(LISTS, 1, taken_from=1)) == ["p.1"]
-    other.tell_credit([QUEUE], 1)
+    other.slots.tell(QUEUE, 1)
     send(redis_client, turn("p", 2))
     assert take(holder, 4) == []
 
@@ -271,7 +295,7 @@ def test_a_worker_remembers_the_newest_conversations(holder: Leases, redis_clien
     send(redis_client, *(turn(f"new{number}", 0) for number in range(20)))
     take(holder, 20)
     assert redis_client.hlen(holders_key(QUEUE)) == HOLDERS_KEPT
-    assert all(redis_client.hexists(holders_key(QUEUE), f"new{number}.0") for number in range(20))
+    assert all(redis_client.hexists(holders_key(QUEUE), f"new{number}.0 a") for number in range(20))
 
 
 def scene(client: "redis.Redis", policy: dict[str, object], **headers: object) -> tuple[list[str], object, set[bytes]]:
@@ -284,7 +308,7 @@ def scene(client: "redis.Redis", policy: dict[str, object], **headers: object) -
         for session in "pq":
             client.lpush(LISTS[0], envelope(f"{session}{number}", "a", prefix=session, **headers))
         for worker in workers:
-            worker.tell_credit([QUEUE], 4)
+            worker.slots.tell(QUEUE, 4)
             for message in worker.fetch(LISTS, 1):
                 worker.remember_prefix(message.body[:1].decode())
                 taken += names([message])

@@ -147,9 +147,9 @@ def test_the_reaper_wakes_a_worker_if_the_one_that_left_the_message_has_died_too
     assert take(make_leases(redis_client), 4) == []
     waiters.add(wake_up_command(QUEUE))
     reaper = make_leases(redis_client)
-    reaper.serve(QUEUE, LISTS)
+    reaper.serve(QUEUE)
     end_grace(redis_client)
-    reaper.reap()
+    reaper.reap(QUEUE)
     assert waiters.num_blocked() == 0
     assert len(take(reaper, 4)) == 1
 
@@ -166,8 +166,8 @@ def test_a_holder_that_cannot_fetch_lets_another_worker_take_the_message_at_once
     run(other, 3)
     send(redis_client, real_turn("p", 1).decode())
     other.channel.fetch()
-    assert redis_client.persist(credit_key(QUEUE, holder.channel.leases.owner))  # or it would expire
-    holder.run_until(lambda: not redis_client.exists(credit_key(QUEUE, holder.channel.leases.owner)))
+    assert redis_client.persist(credit_key(QUEUE, holder.channel.leases.of(QUEUE).owner))  # or it would expire
+    holder.run_until(lambda: not redis_client.exists(credit_key(QUEUE, holder.channel.leases.of(QUEUE).owner)))
     other.run_until(lambda: len(other.messages) == 1)
 
 
@@ -179,11 +179,11 @@ def test_a_holder_that_hands_over_takes_the_message_afterwards(
     redis_client.lpush(QUEUE, real_turn("p", 0))
     holder.run_until(lambda: holder.channel.hands_over)
     send(redis_client, real_turn("p", 1).decode())
-    redis_client.set(credit_key(QUEUE, holder.channel.leases.owner), "4")
+    redis_client.set(credit_key(QUEUE, holder.channel.leases.of(QUEUE).owner), "4")
     other = make_leases(redis_client)
     assert take(other, 4) == []
-    holder.channel.on_wait(holder.channel._waits[holder_wake_up_command(QUEUE, holder.channel.leases.owner)])
-    assert redis_client.llen(holder_wake_up_key(QUEUE, holder.channel.leases.owner)) == 1
+    holder.channel.on_wait(holder.channel._waits[holder_wake_up_command(QUEUE, holder.channel.leases.of(QUEUE).owner)])
+    assert redis_client.llen(holder_wake_up_key(QUEUE, holder.channel.leases.of(QUEUE).owner)) == 1
     holder.run_until(lambda: len(holder.messages) == 2)
 
 
@@ -191,10 +191,10 @@ def test_an_idle_worker_tells_its_free_slots_and_a_full_one_does_not(
     make_loop: Callable[..., Loop], redis_client: "redis.Redis"
 ) -> None:
     loop = make_loop()
-    key = credit_key(QUEUE, loop.channel.leases.owner)
+    key = credit_key(QUEUE, loop.channel.leases.of(QUEUE).owner)
     until(lambda: redis_client.get(key) == b"10")
     redis_client.delete(key)
-    loop.channel.leases._tell_credit_from = 0.0  # two seconds later
+    loop.channel.leases.of(QUEUE).slots._tell_from.clear()  # two seconds later
     loop.run_until(lambda: redis_client.get(key) == b"10")  # though nothing happens
     loop.free_slots = 0
     redis_client.delete(key)

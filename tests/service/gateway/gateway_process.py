@@ -6,13 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headrace_broker.server.embedded import free_port
 
 HEADRACE = [sys.executable, "-c", "from headrace_cli.main import main; main()", "gateway"]
-PATIENCE = 60.0
+PATIENCE = 300.0
 """Seconds; only a failing test takes all of it, but a slow machine may need much of it."""
 
 
@@ -22,6 +22,7 @@ class GatewayProcess:
     Args:
         port: where not a free one.
         command: what to run in place of `headrace gateway`.
+        environ: other environment variables of it.
     """
 
     def __init__(
@@ -31,16 +32,20 @@ class GatewayProcess:
         log: Path,
         port: int | None = None,
         command: Sequence[str] = HEADRACE,
+        stream_urls: str = "",
+        environ: Mapping[str, str] | None = None,
         **settings: object,
     ) -> None:
         self._command = command
         self.log = log
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
+        environ = inherited | dict(environ or {})
         environ |= {"HEADRACE_REDIS_URL": redis_url, "HEADRACE_GATEWAY_PORT": str(self.port)}
+        environ |= {"HEADRACE_STREAM_URLS": stream_urls} if stream_urls else {}
         environ |= {f"HEADRACE_GATEWAY_{name.upper()}": str(value) for name, value in settings.items()}
-        self._environ = environ
+        self.environ = environ
         self.metrics_port = settings.get("metrics_port")
         self.start()
 
@@ -49,7 +54,7 @@ class GatewayProcess:
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(
                 self._command,
-                env=self._environ,
+                env=self.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

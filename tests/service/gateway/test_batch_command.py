@@ -120,7 +120,7 @@ def test_a_killed_run_is_resumed_without_running_a_request_twice(gateway: Runnin
     streams = set(service.client.keys("headrace:stream:*")) - before
     assert len(streams) == 60
     for key in streams:
-        assert service.stream(key.decode().removeprefix("headrace:stream:")).attempts == [1]
+        assert len(service.stream(key.decode().removeprefix("headrace:stream:")).attempts) == 1
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

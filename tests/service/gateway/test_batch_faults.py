@@ -19,6 +19,7 @@ import redis
 
 from headrace_broker.server.connections import connect_async
 from headrace_broker.server.embedded import EmbeddedServer
+from headrace_broker.server.stream_servers import AsyncStreamServers
 from headrace_gateway.batch import runner as batch_runner
 from headrace_gateway.batch import store as batch_store
 from headrace_gateway.batch import work as batch_work
@@ -50,7 +51,7 @@ async def context(redis_server: EmbeddedServer, tmp_path: Path) -> AsyncIterator
             client=Mock(),
             hub=Mock(),
             models=Mock(find=AsyncMock(side_effect=never)),
-            store=BatchStore(client),
+            store=BatchStore(client, AsyncStreamServers(client, {}, 600)),
             files=StoredFiles(tmp_path / "files"),
             bodies=BodyProcess(),
             window=SharedWindow(16),

@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai.types import Batch, FileObject
 
-from headrace_broker.keys import ended_key, result_key, stream_key
+from headrace_broker.keys import ended_key, queue_lists, result_key, stream_key
 from headrace_broker.server.embedded import free_port
 from service.gateway.gateway_process import PATIENCE, GatewayProcess
 from service.gateway.held_line import HELD_MODEL, answer_held_line, register_held_model
@@ -243,6 +243,45 @@ def test_a_cancelled_batch_keeps_what_was_finished(site: Site, client: openai.Op
     assert {error["response"] for error in errors} == {None}
     assert client.batches.cancel(batch.id).status == "cancelled"
     site.service.wait_settled(PATIENCE)
+
+
+def test_the_lines_of_a_batch_are_due_in_turn_and_it_says_when_it_is_expected(
+    site: Site, client: openai.OpenAI
+) -> None:
+    lines = held_lines(4)
+    for line in lines:
+        line["body"]["model"] = HELD_MODEL
+    batch = begin(client, lines, window="4h")
+    expires = batch.expires_at
+    assert expires is not None
+    assert (batch.model_extra or {})["expected_at"] == expires
+    queue = f"headrace.{HELD_MODEL}"
+
+    def bodies() -> list[bytes]:
+        return [body for name in queue_lists(queue) for body in site.service.client.lrange(name, 0, -1)]
+
+    until(client, batch.id, lambda _: len(bodies()) == 4)
+    dues = sorted(json.loads(body)["headers"]["due"] for body in bodies())
+    apart = (4 * 3600 - 600) / 4  # the first ten minutes are left out
+    assert dues == pytest.approx([expires - 3 * apart, expires - 2 * apart, expires - apart, expires], abs=2)
+    client.batches.cancel(batch.id)
+    batch = until(client, batch.id, has_ended)
+    assert (batch.model_extra or {})["expected_at"] is None
+
+
+@pytest.mark.parametrize("window", ["soonest", "1h"])
+def test_the_lines_of_a_batch_that_is_wanted_soonest_or_in_an_hour_have_no_due_time(
+    site: Site, client: openai.OpenAI, window: str
+) -> None:
+    batch = begin(client, held_lines(1), window=window)
+    assert batch.completion_window == window
+    assert batch.expires_at == batch.created_at + (86_400 if window == "soonest" else 3600)
+    queue = f"headrace.{HELD_MODEL}"
+    until(client, batch.id, lambda _: bool(site.service.client.llen(queue_lists(queue)[-1])))
+    (body,) = site.service.client.lrange(queue_lists(queue)[-1], 0, -1)
+    assert "due" not in json.loads(body)["headers"]
+    client.batches.cancel(batch.id)
+    until(client, batch.id, has_ended)
 
 
 def test_lines_without_an_answer_expire_with_the_window(client: openai.OpenAI) -> None:

@@ -159,6 +159,29 @@ def test_a_background_response_is_polled_and_streamed_at_any_replica(gateway: Ru
         assert [event.sequence_number for event in helper] == list(range(6, len(events)))
 
 
+@pytest.mark.parametrize(("window", "seconds"), [("2h", 7200), ("8h", 28_800)])
+def test_a_response_with_a_completion_window_is_due_then_and_says_when_it_is_expected(
+    gateway: RunningGateway, client: openai.OpenAI, window: Any, seconds: int
+) -> None:
+    response = create(client, background=True, background_options={"completion_window": window})
+    assert (response.model_extra or {})["expected_at"] == response.created_at + seconds
+    done = wait_until(client, response.id, has_ended)
+    assert done.status in ("completed", "incomplete")
+    assert (done.model_extra or {})["expected_at"] == response.created_at + seconds
+
+
+def test_a_response_without_a_completion_window_has_no_expected_time(client: openai.OpenAI) -> None:
+    for options in ({}, {"background_options": {"completion_window": "soonest"}}):
+        response = create(client, background=True, **options)
+        assert "expected_at" not in (response.model_extra or {})
+
+
+def test_a_completion_window_without_background_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="2h requires background: true") as refused:
+        create(client, background_options={"completion_window": "2h"})
+    assert refused.value.param == "background_options.completion_window"
+
+
 def test_a_background_response_survives_kill_9_of_its_gateway_and_its_worker(gateway: RunningGateway) -> None:
     first, second = gateway.replicas
     undisturbed = events_of(raw_stream(client_of(second.url)))

@@ -102,9 +102,9 @@ def test_other_keys_see_their_models_without_tenants_and_workers(ask: Ask) -> No
 
 
 def test_a_queue_with_a_broken_key_is_reported_and_the_others_are_read(ask: Ask, redis_client: "redis.Redis") -> None:
-    redis_client.set("headrace:ready:waiting:headrace.m", "nonsense")
+    redis_client.set("headrace:queue:waiting:headrace.m", "nonsense")
     first, second = ask("admin", "/headrace/overview").json()["queues"]
-    assert "headrace:ready:waiting:headrace.m" in first["problem"]
+    assert "headrace:queue:waiting:headrace.m" in first["problem"]
     assert second["problem"] is None
 
 

@@ -13,6 +13,7 @@ import redis.asyncio
 import headrace_gateway
 from headrace_broker.server.connections import connect_async
 from headrace_broker.server.embedded import EmbeddedServer
+from headrace_broker.server.stream_servers import AsyncStreamServers
 from headrace_gateway.answers.envelope import Envelope, EnvelopeStore
 from headrace_gateway.answers.response_store import ResponseStore
 from headrace_gateway.batch.record import BatchRecord, Committed
@@ -66,11 +67,11 @@ class Site:
         self.claims = Claims(client, "tests")
         self.longer_claims = Claims(client, "tests", seconds=99)
         """Renews for another time than `claims` takes: within a millisecond, the same time would change nothing."""
-        envelopes = EnvelopeStore(client, 600)
-        self.responses = ResponseStore(client, envelopes, self.claims, 600)
+        envelopes, streams = EnvelopeStore(client, 600), AsyncStreamServers(client, {}, 600)
+        self.responses = ResponseStore(client, streams, envelopes, self.claims, 600)
         self.limits = RateLimits(client)
         self.stored = StoredBytes(client, 2**20)
-        self.batches = BatchStore(client)
+        self.batches = BatchStore(client, streams)
         self.outbox = Outbox(client)
 
     async def claim(self, claims: Claims | None = None) -> Any:

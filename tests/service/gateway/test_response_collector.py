@@ -46,9 +46,8 @@ def collector_of(
             told.append((event_type, object_id, key))
 
     claims = Claims(gateway.redis, "responses", seconds=seconds)
-    return ResponseCollector(
-        gateway.redis, claims, gateway.envelopes, gateway.responses, GatewayMetrics(), announce, longest=9.0
-    )
+    stores = gateway.redis, gateway.streams, claims, gateway.envelopes, gateway.responses
+    return ResponseCollector(*stores, GatewayMetrics(), announce, longest=9.0)
 
 
 @pytest.fixture

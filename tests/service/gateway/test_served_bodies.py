@@ -35,6 +35,7 @@ SAMPLES: Final[dict[str, Any]] = {
     "add_special_tokens": True,
     "allowed_token_ids": [5, 6, 7],
     "background": False,
+    "background_options": {"completion_window": "soonest"},
     "bad_words": ["mill"],
     "best_of": 1,
     "cache_control": {"type": "ephemeral"},

@@ -66,7 +66,7 @@ class Watched:
         )
 
     def load(self, requests: int = 6) -> None:
-        """Send requests of several tenants and priorities, and wait until Prometheus has counted their ends."""
+        """Send requests of several tenants and priorities, and wait until Prometheus sees their ends and no work."""
         before = self.prometheus.value("sum(headrace_requests_total)") or 0.0
         params = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
         for number in range(requests):
@@ -83,6 +83,8 @@ class Watched:
         self.prometheus.wait_until(
             lambda: (self.prometheus.value("sum(headrace_requests_total)") or 0.0) >= before + requests + 1
         )
+        # While messages are out and no speed is known, the exporter has no value for the seconds of work.
+        self.prometheus.wait_until(lambda: self.prometheus.value("sum(headrace_outstanding_worker_seconds)") == 0)
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,11 @@ PANELS = [
     for name, text in dashboards.rendered().items()
     for panel in json.loads(text)["panels"]
     for target in panel.get("targets", [])
-    if not re.search("headrace_((pooled|truncated)_inputs|earliest_slack)", target["expr"])
+    if not re.search("headrace_((pooled|truncated)_inputs|earliest_slack|stream_server_)", target["expr"])
 ]
 """Without those of models that embed or score, as this worker generates: `test_pooling.py` reads their metrics. Without
-that of messages that wait with a deadline, too, as none is left waiting: `test_exporter.py` reads it."""
+that of messages that wait with a deadline, as none is left waiting, and those of stream servers, as there are none:
+`test_exporter.py` and `test_stream_homes.py` read them."""
 
 
 def test_every_query_of_every_panel_returns_data(watched: Watched) -> None:
@@ -46,7 +47,8 @@ def test_every_series_that_an_alert_reads_exists(watched: Watched) -> None:
         if not re.search(r":" + re.escape(selector.partition("{")[0]), rule["query"])
     }
     assert len(selectors) > 20
-    assert [selector for selector in sorted(selectors) if not watched.prometheus.query(selector)] == []
+    absent = [selector for selector in sorted(selectors) if not watched.prometheus.query(selector)]
+    assert absent == ["headrace_stream_server_up"], "there is no stream server"
 
 
 def test_every_exposed_metric_is_shown_by_a_panel(watched: Watched) -> None:

@@ -135,4 +135,4 @@ def test_celery_ts_reads_why_its_message_is_refused(
 ) -> None:
     result = node(modules, CELERY_TS, url=url_without_name, options=options)
     assert words in result["error"]["message"]
-    service.client.delete("headrace:dead")
+    service.client.delete("headrace:dead:headrace.tiny")

@@ -87,7 +87,7 @@ def test_a_request_is_served_while_each_process_has_its_own_user(
             exporter = Exporter(reader, port=0)
             exporter.poll()
             exposition = exporter.exposition.exposition()
-            assert b"headrace_exporter_redis_up 1.0" in exposition
+            assert re.search(rb"headrace_exporter_redis_up{server=.*} 1.0", exposition)
             assert b'headrace_outstanding_tokens{model="tiny",queue="headrace.tiny",state="waiting"} 0.0' in exposition
         assert "NoPermission" not in worker.log_text()
         assert "permissions" not in worker.log_text()
@@ -163,7 +163,7 @@ def test_the_client_library_can_do_all_its_work(
 async def test_the_gateway_can_do_all_its_work(server: EmbeddedServer, stream_of_another: str, tmp_path: Path) -> None:
     with connect(url_of(server, "admin")) as admin:
         letter = {"reason": "poison", "list": QUEUE, "deliveries": 1, "body": b"{}", "at": 1.0}
-        admin.lpush("headrace:dead", pack(letter), pack({**letter, "at": 2.0}))
+        admin.lpush("headrace:dead:headrace.tiny", pack(letter), pack({**letter, "at": 2.0}))
     keys = write_keys(tmp_path / "keys", "web", requests_per_minute="9", tokens_per_minute="20")
     url = url_of(server, "gateway")
     async with running_app(url, keys=tmp_path / "keys") as (app, client):
@@ -353,7 +353,7 @@ def test_the_users_that_may_write_a_key_are_its_declared_writers(server: Embedde
 
 QUEUE = "headrace.tiny"
 BINDING = "_kombu.binding.headrace.tiny"
-LEASES = "headrace:lease:leases"
+LEASES = "headrace:lease:leases:headrace.tiny"
 FORBIDDEN = {
     "names of others' requests": [
         ["KEYS", "*"],
@@ -382,21 +382,21 @@ FORBIDDEN = {
         ["SORT", QUEUE, "ALPHA", "STORE", "headrace:stream:mine"],
         ["DUMP", QUEUE],
         ["GETRANGE", QUEUE, "0", "-1"],
-        ["HVALS", "headrace:lease:body"],
-        ["HGETALL", "headrace:lease:body"],
-        ["HGET", "headrace:lease:body", "x"],
-        ["HRANDFIELD", "headrace:lease:body"],
-        ["HSCAN", "headrace:lease:body", "0"],
-        ["LRANGE", "headrace:dead", "0", "-1"],
+        ["HVALS", "headrace:lease:body:headrace.tiny"],
+        ["HGETALL", "headrace:lease:body:headrace.tiny"],
+        ["HGET", "headrace:lease:body:headrace.tiny", "x"],
+        ["HRANDFIELD", "headrace:lease:body:headrace.tiny"],
+        ["HSCAN", "headrace:lease:body:headrace.tiny", "0"],
+        ["LRANGE", "headrace:dead:headrace.tiny", "0", "-1"],
         ["EVAL", "return redis.call('LRANGE', 'headrace.tiny', 0, -1)", "0"],
         ["EVAL", "return redis.call('LRANGE', KEYS[1], 0, -1)", "1", QUEUE],
         ["EVAL_RO", "return redis.call('LRANGE', KEYS[1], 0, -1)", "1", QUEUE],
-        ["EVAL_RO", "return redis.call('HVALS', 'headrace:lease:body')", "0"],
+        ["EVAL_RO", "return redis.call('HVALS', 'headrace:lease:body:headrace.tiny')", "0"],
     ],
     "names of tenants": [
-        ["ZRANGE", "headrace:ready:waiting:headrace.tiny", "0", "-1"],
-        ["ZRANGE", "headrace:ready:tenants:headrace.tiny", "0", "-1"],
-        ["EVAL_RO", "return redis.call('ZRANGE', KEYS[1], 0, -1)", "1", "headrace:ready:waiting:headrace.tiny"],
+        ["ZRANGE", "headrace:queue:waiting:headrace.tiny", "0", "-1"],
+        ["ZRANGE", "headrace:queue:tenants:headrace.tiny", "0", "-1"],
+        ["EVAL_RO", "return redis.call('ZRANGE', KEYS[1], 0, -1)", "1", "headrace:queue:waiting:headrace.tiny"],
     ],
     "forged results": [
         ["SET", "celery-task-meta-x", "1"],
@@ -410,21 +410,21 @@ FORBIDDEN = {
     ],
     "forged leases, settlements and models": [
         ["ZADD", LEASES, "0", "x"],
-        ["HSET", "headrace:lease:meta", "x", "me|headrace.tiny"],
-        ["DEL", "headrace:lease:body"],
-        ["SET", "headrace:lease:body", "x"],
-        ["SET", "headrace:ready:bell:headrace.tiny", "x"],
+        ["HSET", "headrace:lease:meta:headrace.tiny", "x", "me|headrace.tiny"],
+        ["DEL", "headrace:lease:body:headrace.tiny"],
+        ["SET", "headrace:lease:body:headrace.tiny", "x"],
+        ["SET", "headrace:queue:wake-up:headrace.tiny", "x"],
         ["ZADD", "headrace:share:served:headrace.tiny", "0", "acme"],
         ["HSET", "headrace:models", "evil", "x"],
         ["SET", "headrace:losses:x", "9"],
-        ["LPUSH", "headrace:dead", "x"],
+        ["LPUSH", "headrace:dead:headrace.tiny", "x"],
         ["LPUSH", "celery", "x"],
         ["LPUSH", "mine.reply.celery.pidbox", "x"],
         ["SADD", "_kombu.binding.celery.pidbox", "x"],
         ["SADD", "_kombu.binding.reply.celery.pidbox", "x"],
         ["SREM", BINDING, "x"],
-        ["EVAL", "return redis.call('SET', KEYS[1], 1)", "1", "headrace:lease:body"],
-        ["EVAL", "return redis.call('SET', 'headrace:lease:body', 1)", "0"],
+        ["EVAL", "return redis.call('SET', KEYS[1], 1)", "1", "headrace:lease:body:headrace.tiny"],
+        ["EVAL", "return redis.call('SET', 'headrace:lease:body:headrace.tiny', 1)", "0"],
         ["EVAL", "return redis.call('SET', KEYS[1], 1)", "1", "headrace:stream:x"],
     ],
     "deletion of others' data": [
@@ -511,8 +511,8 @@ def is_refused(client: "redis.Redis", command: list[str]) -> bool:
         ("gateway", ["LPOP", QUEUE]),
         ("gateway", ["DEL", QUEUE]),
         ("gateway", ["HSET", "headrace:models", "evil", "x"]),
-        ("gateway", ["LPUSH", "headrace:dead", "x"]),
-        ("gateway", ["DEL", "headrace:lease:body"]),
+        ("gateway", ["LPUSH", "headrace:dead:headrace.tiny", "x"]),
+        ("gateway", ["DEL", "headrace:lease:body:headrace.tiny"]),
         ("gateway", ["ZADD", LEASES, "0", "x"]),
         ("gateway", ["SET", "celery-task-meta-x", "1"]),
         ("gateway", ["GET", "somebody-else"]),

@@ -42,7 +42,7 @@ def shared_service(model_folder: str, tmp_path_factory: pytest.TempPathFactory) 
 def service(shared_service: Service) -> Service:
     """Provide the shared service without messages."""
     shared_service.wait_settled()
-    shared_service.client.delete("headrace:dead")
+    shared_service.client.delete("headrace:dead:headrace.tiny")
     return shared_service
 
 

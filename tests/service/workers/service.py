@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,8 @@ class StreamLog:
     num_tokens: int
     end: dict[str, Any] | None
     prompt_logprobs: list[Any] | None = None
+    workers: list[str] = field(default_factory=list)
+    """The name of each attempt's worker."""
 
     @classmethod
     def read(cls, client: "redis.Redis", request_id: str) -> "StreamLog":
@@ -57,6 +59,7 @@ class StreamLog:
             assert offset == 0
             assert attempt not in self.attempts
             self.attempts.append(attempt)
+            self.workers.append(data["worker"])
         elif kind == b"chunk":
             assert attempt == self.attempts[-1]
             self.num_tokens += len(data["token_ids"])
@@ -105,6 +108,8 @@ class Service:
         )
         self._model = model
         self._folder = folder
+        self.stream_server_of: Callable[[str], redis.Redis] = lambda _request_id: self.client
+        """Returns the server of a request's stream."""
 
     def start_worker(self, **settings: object) -> WorkerProcess:
         self._num_started += 1
@@ -147,7 +152,7 @@ class Service:
         return answer
 
     def stream(self, request_id: str) -> StreamLog:
-        return StreamLog.read(self.client, request_id)
+        return StreamLog.read(self.stream_server_of(request_id), request_id)
 
     def wait_ended(self, request_ids: Iterable[str], timeout: float = DEADLINE) -> dict[str, StreamLog]:
         """Wait until every stream has its end entry, and return the streams."""
@@ -168,7 +173,8 @@ class Service:
         last = "0-0"
         while not done(self.stream(request_id)):
             assert time.monotonic() < deadline, f"{request_id} has come to {self.stream(request_id)}\n{self.logs()}"
-            reply = self.client.xread({f"headrace:stream:{request_id}": last}, block=500)
+            server = self.stream_server_of(request_id)
+            reply = server.xread({f"headrace:stream:{request_id}": last}, block=500)
             if reply:
                 last = reply[0][1][-1][0]
 
@@ -177,20 +183,20 @@ class Service:
 
     def queued(self) -> int:
         lists = (QUEUE, *(f"{QUEUE}\x06\x16{step}" for step in (3, 6, 9)))
-        unsorted = (*lists, *(f"headrace:ready:arrived:{name}" for name in lists))
+        unsorted = (*lists, *(f"headrace:queue:arrived:{name}" for name in lists))
         return sum(map(self.client.llen, unsorted)) + sum(
-            self.client.zcard(f"headrace:ready:ids:{name}") for name in lists
+            self.client.zcard(f"headrace:queue:ids:{name}") for name in lists
         )
 
     def wait_settled(self, timeout: float = 60.0) -> None:
         """Wait until nothing is queued or leased any more; acknowledgements come shortly after the results."""
-        kept = [f"headrace:lease:{name}" for name in ("body", "meta", "deliveries")]
+        kept = [f"headrace:lease:{name}:{QUEUE}" for name in ("body", "meta", "deliveries")]
         self.wait_until(
             lambda: self.queued() == self.leased() == 0 and not any(self.client.hlen(key) for key in kept), timeout
         )
 
     def leased(self) -> int:
-        return int(self.client.zcard("headrace:lease:leases"))
+        return int(self.client.zcard(f"headrace:lease:leases:{QUEUE}"))
 
     def wait_until(self, condition: Any, timeout: float = 60.0) -> None:
         deadline = time.monotonic() + timeout
@@ -210,7 +216,7 @@ class Service:
             self.wait_until(lambda: self.app.control.ping(timeout=2, limit=1, connection=connection))
 
     def dead_letters(self) -> list[dict[bytes, Any]]:
-        return [msgpack.unpackb(letter, raw=True) for letter in self.client.lrange("headrace:dead", 0, -1)]
+        return [msgpack.unpackb(letter, raw=True) for letter in self.client.lrange(f"headrace:dead:{QUEUE}", 0, -1)]
 
     def close(self) -> None:
         for worker in self.workers:

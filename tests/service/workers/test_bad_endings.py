@@ -41,7 +41,7 @@ def test_an_engine_that_cannot_restart_ends_the_worker_which_hands_its_requests_
     logs = service.wait_ended([handle.id for handle in handles])
     for request_id, result in results(handles).items():
         assert_result_is_stream(result, logs[request_id])
-        assert logs[request_id].attempts == [1, 2]
+        assert len(logs[request_id].attempts) == 2
         assert logs[request_id].num_tokens == LONG
     service.wait_settled()
 

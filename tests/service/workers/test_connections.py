@@ -1,5 +1,6 @@
 """A whole service over every kind of connection: the worker, both clients, the exporter and `headrace top`."""
 
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -40,7 +41,7 @@ def assert_serves(url: str) -> None:
     with connect(url) as reader:
         exporter = Exporter(reader, port=0)
         exporter.poll()
-        assert b"headrace_exporter_redis_up 1.0" in exporter.exposition.exposition()
+        assert re.search(rb"headrace_exporter_redis_up{server=.*} 1.0", exporter.exposition.exposition())
         with make_app(BrokerSettings(url)) as app:
             seen = report(ServiceSampler(reader, app, answer_seconds=10).sample(), None)
         assert [worker["model"] for worker in seen["workers"]] == ["tiny"]

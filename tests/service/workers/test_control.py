@@ -10,6 +10,7 @@ from celery.exceptions import TaskRevokedError
 
 from headrace_broker.client.client import Client
 from headrace_broker.results import Usage
+from headrace_broker.streams.grant import Grant
 from headrace_broker.streams.writer import StreamWrite, StreamWriter
 from service.workers.service import DEADLINE, Service, assert_result_is_stream
 
@@ -109,6 +110,21 @@ def test_a_finished_request_that_is_redelivered_is_answered_from_its_stream(serv
     assert result["outputs"][0]["text"] == "done"
     log = service.stream(request_id)
     assert log.attempts == [1]
+    assert_result_is_stream(result, log)
+    service.wait_settled()
+
+
+def test_a_stream_with_a_later_attempt_than_the_lease_is_continued(service: Service) -> None:
+    """As after the loss of the lease's record: the worker asks the queue for a number above the stream's."""
+    request_id = uuid.uuid4().hex
+    writer = StreamWriter(service.client, 60)
+    writer.claim(request_id, "a worker that died", grant=Grant(4, "o" * 32))
+    writer.publish([StreamWrite.chunk(request_id, 4, 2, index=0, token_ids=[7, 8], text="ab")])
+    params = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+    result = service.send({"prompt": "x", "sampling_params": params}, task_id=request_id).get(timeout=DEADLINE)
+    log = service.wait_ended([request_id])[request_id]
+    assert log.attempts == [4, 5]
+    assert result["outputs"][0]["token_ids"][:2] == [7, 8]
     assert_result_is_stream(result, log)
     service.wait_settled()
 

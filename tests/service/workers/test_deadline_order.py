@@ -39,7 +39,7 @@ def test_requests_of_a_killed_worker_end_once_beside_workers_of_both_settings(
         assert result["error"] is None
         assert_result_is_stream(result, logs[request_id])
         assert logs[request_id].num_tokens == 200
-    assert any(log.attempts == [1, 2] for log in logs.values())
+    assert any(len(log.attempts) == 2 for log in logs.values())
     service.wait_settled()
     assert service.dead_letters() == []
-    assert service.client.keys("headrace:ready:deadlines*") == []
+    assert service.client.keys("headrace:queue:deadlines*") == []

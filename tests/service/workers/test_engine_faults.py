@@ -51,7 +51,7 @@ def test_an_engine_that_hangs_is_killed_and_its_requests_continue(make_service: 
     os.kill(worker.engine_pid(), signal.SIGSTOP)
     logs = service.wait_ended([handle.id for handle in handles])
     assert contents(logs) == undisturbed
-    assert all(log.attempts == [1] for log in logs.values())
+    assert all(len(log.attempts) == 1 for log in logs.values())
     assert worker.metrics()['headrace_engine_restarts_total{reason="stall"}'] >= 1
     assert all(result["error"] is None for result in results(handles).values())
 

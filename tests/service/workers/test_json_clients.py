@@ -90,7 +90,7 @@ def test_both_protocols_are_served_in_both_content_types(service: Service, proto
         with pytest.raises(TaskRevokedError):
             expired.get(timeout=60)
         linked = send(app, {"prompt": "hello"}, link=app.signature("other.task", queue="elsewhere"))
-        assert "links" in linked.get(timeout=60)["error"]["message"]
+        assert "HEADRACE_CALLBACK_QUEUES" in linked.get(timeout=60)["error"]["message"]
         service.wait_settled()
         assert service.client.exists("elsewhere") == 0
 
@@ -110,7 +110,7 @@ def test_a_request_revoked_while_it_runs_or_waits_is_revoked_in_its_content_type
     with pytest.raises(TaskRevokedError):
         later.get(timeout=60)
     assert service.stream(running.id).end["finish_reason"] == "cancelled"  # type: ignore[index]
-    service.client.delete(*service.client.keys("headrace:lease:*"), *service.client.keys("headrace:ready:*"))
+    service.client.delete(*service.client.keys("headrace:lease:*"), *service.client.keys("headrace:queue:*"))
 
 
 def test_a_dead_letter_is_answered_in_the_content_type_of_its_message(service: Service) -> None:
@@ -249,4 +249,4 @@ def test_a_json_request_that_outlives_its_worker_is_answered_in_json(make_servic
     service.workers[0].kill()
     service.start_worker(lease_seconds=1)
     assert in_json(service, request_id)["result"]["usage"]["completion_tokens"] == 2000
-    assert service.stream(request_id).attempts == [1, 2]
+    assert len(service.stream(request_id).attempts) == 2

@@ -143,7 +143,7 @@ def test_a_free_slot_of_another_worker_is_used_first(make_service: Callable[...,
     for _ in range(5):
         service.wait_ended([handle.id for handle in send_better(service, 1)])
     logs = service.wait_ended([handle.id for handle in handles])
-    assert [log.attempts for log in logs.values()] == [[1], [1]]
+    assert [len(log.attempts) for log in logs.values()] == [1, 1]
 
 
 def test_a_request_is_preempted_max_preemptions_times_at_most(make_service: Callable[..., Service]) -> None:
@@ -151,12 +151,12 @@ def test_a_request_is_preempted_max_preemptions_times_at_most(make_service: Call
     service.start_worker(max_num_seqs=1, preemption_wait_seconds=0).wait_ready()
     (handle,) = fill(service, 1)
     for attempt in range(1, 1 + MAX_PREEMPTIONS):
-        service.wait_until(lambda n=attempt: service.stream(handle.id).attempts == list(range(1, n + 1)))
+        service.wait_until(lambda n=attempt: len(service.stream(handle.id).attempts) == n)
         service.wait_tokens([handle.id], at_least=5 * attempt)
         service.wait_ended([better.id for better in send_better(service, 1)])
     service.wait_until(lambda: len(service.stream(handle.id).attempts) == 1 + MAX_PREEMPTIONS)
     (late,) = send_better(service, 1)
-    assert service.wait_ended([handle.id])[handle.id].attempts == [1, 2, 3, 4]
+    assert len(service.wait_ended([handle.id])[handle.id].attempts) == 1 + MAX_PREEMPTIONS
     service.wait_ended([late.id])
     service.wait_settled()
 
@@ -176,7 +176,7 @@ def test_without_preemption_a_request_of_higher_priority_waits(make_service: Cal
     (handle,) = fill(service, 1, max_tokens=300)
     (better,) = send_better(service, 1)
     logs = service.wait_ended([handle.id, better.id])
-    assert logs[handle.id].attempts == [1]
+    assert len(logs[handle.id].attempts) == 1
     assert worker.metrics().get(PREEMPTED, 0) == 0
 
 
@@ -189,6 +189,6 @@ def test_a_request_preempted_on_a_worker_that_dies_resumes_on_another(make_servi
     first.kill()
     service.start_worker(lease_seconds=2)
     logs = service.wait_ended([handle.id, better.id])
-    assert [logs[one.id].attempts for one in (handle, better)] == [[1, 2], [1, 2]]
+    assert [len(logs[one.id].attempts) for one in (handle, better)] == [2, 2]
     assert [logs[one.id].num_tokens for one in (handle, better)] == [1500, 1500]
     service.wait_settled()

@@ -159,7 +159,7 @@ def test_a_second_message_of_an_id_does_not_affect_the_first_while_it_runs_or_af
     result = handle.get(timeout=60)
     log = service.wait_ended([request_id])[request_id]
     assert log.content == undisturbed
-    assert log.attempts == [1]
+    assert len(log.attempts) == 1
     assert_result_is_stream(result, log)
     service.wait_settled()
 
@@ -220,7 +220,7 @@ def test_two_messages_of_one_id_with_other_numbers_of_choices_do_not_take_turns_
     service.send({**KWARGS, "sampling_params": {**CHOICES, "n": 1}}, task_id=request_id)
     result = handle.get(timeout=60)
     assert len(result["outputs"]) == 2
-    assert service.stream(request_id).attempts == [1]
+    assert len(service.stream(request_id).attempts) == 1
     service.wait_settled()
     [letter] = service.dead_letters()
     assert letter[b"reason"] == b"duplicate id"

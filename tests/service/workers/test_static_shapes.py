@@ -64,7 +64,7 @@ def test_a_killed_rank_restarts_the_engine_and_loses_no_token(
     os.kill(rank, signal.SIGKILL)
     logs = [service.wait_ended(ids)[request_id] for request_id in ids]
     assert [log.content for log in logs] == expected
-    assert all(log.attempts == [1] for log in logs)
+    assert all(len(log.attempts) == 1 for log in logs)
     assert worker.metrics()['headrace_engine_restarts_total{reason="crash"}'] == 1
     (successor,) = ranks(worker)
     assert successor != rank

@@ -48,7 +48,7 @@ def service(shared: Service) -> Iterator[Service]:
     if not shared.workers:
         shared.start_worker(lease_seconds=LEASE_SECONDS)
     shared.workers[0].wait_ready()
-    shared.client.delete("headrace:dead")
+    shared.client.delete("headrace:dead:headrace.tiny")
     yield shared
     shared.wait_settled()
 
@@ -70,7 +70,7 @@ def has_no_message(service: Service) -> bool:
 
 
 def renewals(service: Service) -> dict[bytes, float]:
-    return dict(service.client.zrange("headrace:lease:leases", 0, -1, withscores=True))
+    return dict(service.client.zrange("headrace:lease:leases:headrace.tiny", 0, -1, withscores=True))
 
 
 def send(service: Service) -> list[Any]:
@@ -89,7 +89,7 @@ def assert_each_ran_once(service: Service, handles: list[Any]) -> None:
     logs = service.wait_ended([handle.id for handle in (*handles, *undisturbed)])
     for handle, other in zip(handles, undisturbed, strict=True):
         log = logs[handle.id]
-        assert log.attempts == [1]
+        assert len(log.attempts) == 1
         assert log.num_tokens == NUM_TOKENS
         assert log.content == logs[other.id].content
         assert_result_is_stream(handle.get(timeout=60), log)
@@ -145,7 +145,7 @@ def test_2_a_message_survives_the_worker_that_waited_for_it(service: Service) ->
     assert service.queued() + service.leased() == 1
     service.start_worker(lease_seconds=LEASE_SECONDS)
     assert handle.get(timeout=150)["error"] is None
-    assert service.stream(handle.id).attempts == [1]
+    assert len(service.stream(handle.id).attempts) == 1
 
 
 # 3. CLIENT KILL of all connections, or a firewall that does the same.

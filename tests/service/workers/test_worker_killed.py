@@ -117,7 +117,7 @@ def test_a_second_worker_resumes_the_requests_of_a_killed_one_without_a_differen
     answers = results(handles)
     for handle, log in zip(handles, disturbed, strict=True):
         assert_result_is_stream(answers[handle.id], log)
-    continued = [log for log in disturbed if log.attempts == [1, 2]]
+    continued = [log for log in disturbed if len(log.attempts) == 2]
     assert continued, f"the kill came too late: {cut}"
     service.wait_settled()
     assert second.metrics()["headrace_requests_in_flight"] == 0

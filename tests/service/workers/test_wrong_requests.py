@@ -88,9 +88,14 @@ def test_an_invalid_request_is_refused_with_the_reason(
     assert_still_serves(service)
 
 
-def test_positional_arguments_are_refused(service: Service) -> None:
-    handle = service.send({}, args=["the prompt"])
-    assert_refused(service, handle.id, handle.get(timeout=60), "invalid_request", "positional")
+def test_positional_arguments_that_no_task_of_a_chain_returns_are_refused(service: Service) -> None:
+    for kwargs, args, word in (
+        ({}, ["a", "b"], "at most one"),
+        ({}, [7], "positional"),
+        ({"prompt": "a"}, ["b"], "twice"),
+    ):
+        handle = service.send(kwargs, args=args)
+        assert_refused(service, handle.id, handle.get(timeout=60), "invalid_request", word)
     assert_still_serves(service)
 
 
@@ -221,4 +226,15 @@ def test_a_stream_replaced_by_another_type_ends_only_its_own_request(service: Se
     assert other.get(timeout=60)["usage"]["completion_tokens"] == 400
     assert victim.get(timeout=60)["error"]["code"] == "expired"
     service.client.delete(f"headrace:stream:{victim.id}")
+    assert_still_serves(service)
+
+
+def test_a_message_of_a_wire_format_that_the_worker_does_not_read_is_refused_and_says_which_side_to_upgrade(
+    service: Service,
+) -> None:
+    for value, said in ((2, "upgrade the reader"), (0, "an integer from 1, got 0"), ("1", "a string of length 1")):
+        handle = service.send({"prompt": "x", "sampling_params": GOOD_PARAMS}, headers={"wire": value})
+        assert_refused(service, handle.id, handle.get(timeout=60), "invalid_request", "wire", said)
+    handle = service.send({"prompt": "x", "sampling_params": GOOD_PARAMS}, headers={"wire": 1})
+    assert handle.get(timeout=60)["error"] is None
     assert_still_serves(service)

@@ -76,7 +76,7 @@ def test_messages_are_not_alike_because_their_texts_are_joined() -> None:
 
 
 def test_a_prompt_without_messages_has_no_conversation_unless_a_key_names_it() -> None:
-    assert headers(prompt="x").keys() == {"enqueued_at", "prefix"}
+    assert headers(prompt="x").keys() == {"wire", "enqueued_at", "prefix"}
     named = headers(prompt="x", prefix_key="k")
     assert named["continues"] == named["conversation"] == named["prefix"]
 

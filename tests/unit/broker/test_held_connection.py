@@ -7,6 +7,7 @@ import redis
 from redis.exceptions import NoScriptError
 
 from clock import Clock
+from headrace_broker.server.cluster import RedirectedError
 from headrace_broker.server.held_connection import HELD_SECONDS, HeldConnection
 
 
@@ -44,8 +45,8 @@ class Connection:
 class Script:
     sha = "5eed"
 
-    def __call__(self, args: list[Any]) -> Any:
-        return ["loaded", *args]
+    def __call__(self, keys: list[str], args: list[Any]) -> Any:
+        return ["loaded", *keys, *args]
 
 
 class Client:
@@ -101,3 +102,12 @@ def test_an_error_passes_and_no_later_call_reads_a_reply_from_its_connection(
 def test_a_script_unknown_to_the_server_is_loaded(held: HeldConnection, pool: Pool) -> None:
     pool.error = NoScriptError()
     assert run(held) == ["loaded", "a", 1]
+
+
+def test_a_call_that_was_redirected_is_sent_once_more_over_another_connection(held: HeldConnection, pool: Pool) -> None:
+    pool.error = RedirectedError("MOVED 1 other:7000")
+    held.send(Script(), ["a"], ["key"])  # type: ignore[arg-type]
+    assert held.receive(Script(), ["a"], ["key"]) == ["loaded", "key", "a"]  # type: ignore[arg-type]
+    pool.error = None
+    run(held)
+    assert (pool.taken, pool.given_back, pool.disconnected) == (2, 1, 1)

@@ -77,6 +77,23 @@ def test_a_script_gets_only_the_names_that_it_uses() -> None:
     ]
 
 
+def test_a_script_of_a_queue_gets_the_keys_of_that_queue() -> None:
+    schema = make_schema()
+
+    @schema.built("hash", ("worker",), "a day")
+    def bodies_key(queue: str) -> str:
+        """Bodies."""
+        return f"h:body:{queue}:x"
+
+    body = "-- KEYS: QUEUE, STREAM[]\n-- RIGHTS: BODIES\nredis.call('HGET', BODIES, STREAM[1])"
+    script = compose("x", body, schema)
+    assert "local BODIES = 'h:body:' .. QUEUE .. ':x'" in script.text.splitlines()
+    assert "'HSET', BODIES" in script.text
+    assert script.keys(queue="q", stream=["s"]) == ["q", "s"]
+    with pytest.raises(ValueError, match="undeclared BODIES"):
+        compose("x", "return BODIES", schema)
+
+
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
@@ -170,10 +187,13 @@ def test_key_names_are_written_only_where_they_are_declared() -> None:
 
 def test_the_keys_of_a_queue_have_their_declared_types() -> None:
     types = queue_key_types("headrace.m")
-    assert types["headrace.m"] == types["headrace:dead"] == types["headrace:ready:bell:headrace.m"] == "list"
-    assert types["headrace:lease:body"] == types["headrace:share:mean"] == "hash"
-    assert types["headrace:ready:ids:headrace.m\x06\x169"] == types["headrace:lease:leases"] == "zset"
-    assert len(types) == 9 + 8 + 4 * 6 + 4
+    assert (
+        types["headrace.m"] == types["headrace:dead:headrace.m"] == types["headrace:queue:wake-up:headrace.m"] == "list"
+    )
+    assert types["headrace:lease:body:headrace.m"] == types["headrace:share:clock:headrace.m"] == "hash"
+    assert types["headrace:share:mean:headrace.m"] == "string"
+    assert types["headrace:queue:ids:headrace.m\x06\x169"] == types["headrace:lease:leases:headrace.m"] == "zset"
+    assert len(types) == 9 + 9 + 4 * 6 + 4
 
 
 def test_durations_are_shown_in_the_largest_whole_unit() -> None:

@@ -11,7 +11,7 @@ def test_the_names_in_redis_do_not_change() -> None:
     assert keys.ended_key("r") == "headrace:ended:r"
     assert keys.result_key("r") == "celery-task-meta-r"
     assert keys.MODELS_KEY == "headrace:models"
-    assert keys.DEAD_LETTERS_KEY == "headrace:dead"
+    assert keys.dead_letters_key("headrace.m") == "headrace:dead:headrace.m"
     assert keys.queue_lists("headrace.m") == [
         "headrace.m",
         "headrace.m\x06\x163",

@@ -6,6 +6,7 @@ import pytest
 
 from headrace_broker.app import make_app
 from headrace_broker.errors import SettingsError
+from headrace_broker.server.connections import address_of, connect
 from headrace_broker.server.url import ServerUrl
 from headrace_broker.settings import BrokerSettings
 
@@ -16,6 +17,8 @@ from headrace_broker.settings import BrokerSettings
         ("redis://queue", "redis://queue/0"),
         ("redis://user:pass@queue:7000/3", "redis://user:pass@queue:7000/3"),
         ("redis://queue?db=3", "redis://queue/3"),
+        ("redis://queue/2147483647", "redis://queue/2147483647"),
+        ("redis://queue/0000000000000003", "redis://queue/3"),
         ("rediss://queue/1", "rediss://queue/1?ssl_cert_reqs=required"),
         ("rediss://queue/1?ssl_cert_reqs=CERT_NONE", "rediss://queue/1?ssl_cert_reqs=none"),
         ("unix:///run/redis.sock", "unix:///run/redis.sock?db=0"),
@@ -53,6 +56,9 @@ def test_with_tls_the_sentinels_use_tls_too(tmp_path: Path) -> None:
     [
         ("http://queue", "must look like"),
         ("redis://queue/one", "by a number, not by 'one'"),
+        ("redis://queue/2147483648", "by a number up to 2147483647, not by '2147483648'"),
+        ("redis://queue/99999999999", "by a number up to 2147483647"),
+        pytest.param(f"unix:///run/redis.sock?db={'9' * 5000}", "not by '99999999999999999999'", id="long database"),
         ("redis://queue:99999/0", "an invalid host or port"),
         ("redis://queue:port/0", "an invalid host or port"),
         ("redis://[::1/0", "an invalid host or port"),
@@ -123,3 +129,9 @@ def test_no_password_is_shown(url: str, shown: str) -> None:
     app = make_app(BrokerSettings(url), worker=True, models=["m"])
     with app.connection_for_read() as connection:
         assert "hunter2" not in connection.as_uri()
+
+
+def test_sentinels_of_two_masters_of_one_name_are_two_servers() -> None:
+    """The order of the Sentinels does not matter."""
+    urls = ("sentinel://b,a:5000/0?master=m", "sentinel://a:5000,b/0?master=m", "sentinel://c/0?master=m")
+    assert [address_of(connect(url)) for url in urls] == ["m@a:5000", "m@a:5000", "m@c:26379"]

@@ -94,3 +94,43 @@ def test_the_password_is_never_shown() -> None:
     with pytest.raises(SettingsError) as refusal:
         BrokerSettings("amqp://user:hunter2@queue")
     assert "hunter2" not in str(refusal.value)
+
+
+def test_queue_urls_name_the_servers_of_queues() -> None:
+    text = "chat=redis://a:1/0, b/c=sentinel://x:1,y:2/0?master=m ,here=redis://main/2"
+    settings = BrokerSettings("redis://main/2", queue_urls=text)
+    assert settings.url_by_queue == {
+        "headrace.chat": "redis://a:1/0",
+        "headrace.b/c": "sentinel://x:1,y:2/0?master=m",
+    }
+    assert BrokerSettings.from_env({"HEADRACE_QUEUE_URLS": "m=redis://a"}).url_by_queue == {"headrace.m": "redis://a/0"}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (",", "queue_urls must be model=url pairs separated by commas, got ','"),
+        (" ", "queue_urls must be model=url pairs separated by commas, got ''"),
+        ("chat", "queue_urls must be model=url pairs separated by commas, got 'chat'"),
+        ("redis://u:secret@h/0", r"queue_urls must be model=url pairs separated by commas, got 'redis://\.\.\.'"),
+        ("=redis://h", "a model of queue_urls must be a printable string of 1 to 200 characters"),
+        ("a=redis://h,a=redis://i", "queue_urls must name each model once, got 'a' twice"),
+        ("a=amqp://u:secret@h", r"the URL of 'a' in queue_urls must look like .*, not amqp://\.\.\."),
+        ("a=redis://h,b=x", r"the URL of 'a' in queue_urls must look like .*, not redis://\.\.\."),
+        (
+            "a=redis+cluster://h",
+            "the URL of 'a' in queue_urls must name one server or its Sentinels, not a Redis Cluster",
+        ),
+    ],
+)
+def test_queue_urls_that_cannot_be_used_are_refused_with_the_value_and_the_rule(text: str, problem: str) -> None:
+    with pytest.raises(SettingsError, match=problem) as refused:
+        BrokerSettings(queue_urls=text)
+    assert "secret" not in str(refused.value)
+
+
+def test_the_url_of_a_cluster_is_refused_with_the_limit_and_the_way_out() -> None:
+    with pytest.raises(
+        SettingsError, match=r"redis_url must .* not a Redis Cluster .*kombu.* HEADRACE_QUEUE_URLS .*STREAM_URLS"
+    ):
+        BrokerSettings("redis+cluster://u:secret@h:1/0")

@@ -25,6 +25,7 @@ from headrace_broker.packing import pack
 from headrace_broker.results import ChoiceOutput, ErrorInfo, GenerateResult, RequestFailedError, Usage
 from headrace_wire.chat import CHAT_OPTIONS
 from headrace_wire.request import REQUEST_KEYS
+from headrace_wire.wire_number import WIRE_NUMBER
 
 NOW = 1_800_000_000.0
 
@@ -44,13 +45,13 @@ def test_a_submission_has_the_headers_that_the_queue_uses() -> None:
     assert (submission.model, submission.request_id, submission.priority) == ("m", "r", 9)
     prefix = submission.headers["prefix"]
     used_headers = {"prefix": prefix, "tenant": "t", "idempotency_key": "k", "abandon_after": 30}
-    assert submission.headers == {"enqueued_at": NOW, **used_headers}
+    assert submission.headers == {"wire": WIRE_NUMBER, "enqueued_at": NOW, **used_headers}
     assert submission.expires == datetime.fromtimestamp(NOW + 60, UTC)
 
 
 def test_absent_options_are_not_sent_and_each_request_gets_its_own_id() -> None:
     first, second = prepared(), prepared()
-    assert first.headers.keys() == {"enqueued_at", "prefix"}
+    assert first.headers.keys() == {"wire", "enqueued_at", "prefix"}
     assert first.expires is None
     assert first.request_id != second.request_id
     assert len(first.request_id) == 32
@@ -227,7 +228,9 @@ OPTIONS: dict[str, Any] = {
     "lora": "a",
     "priority": 3,
     "expires": 60,
+    "due": 60,
     "tenant": "t",
+    "key_name": "web",
     "prefix_key": "k",
     "cache_salt": "s",
     "abandon_after": 30,

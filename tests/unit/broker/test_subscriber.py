@@ -7,7 +7,7 @@ from typing import Any, Self
 import pytest
 
 from headrace_broker.errors import InvalidRequestError, ResultTimeoutError, StreamExpiredError
-from headrace_broker.packing import pack
+from headrace_broker.packing import pack, pack_rows
 from headrace_broker.streams.events import EndEvent, StreamEvent
 from headrace_broker.streams.subscriber import Readers, read_stream
 from headrace_broker.streams.writer import StreamWrite, end_data
@@ -18,6 +18,15 @@ Entry = tuple[bytes, dict[bytes, bytes]]
 def chunk(attempt: int, offset: int) -> Entry:
     data = StreamWrite.chunk("r", attempt, offset, index=0, token_ids=[offset], text="t").data
     return f"{attempt}-{offset}".encode(), {b"type": b"chunk", b"data": data}
+
+
+def started(attempt: int) -> Entry:
+    return f"{attempt}-0".encode(), {b"type": b"start", b"data": pack({"worker": "w"})}
+
+
+def rows_of(attempt: int, first: int, count: int) -> Entry:
+    data = pack_rows({"first": first, "count": count, "bytes": bytes(4 * count)})
+    return f"{attempt}-{first + count}".encode(), {b"type": b"chunk", b"data": data}
 
 
 def end(attempt: int, offset: int) -> Entry:
@@ -215,3 +224,35 @@ def test_one_command_is_enough_when_the_second_read_returns_nothing_more(first: 
     reply = {name: [chunk(1, 2)] for name in names}
     assert streams.receive(reply, reply) == [(name, "1-2") for name in names]
     assert streams.asks() == [True]
+
+
+def test_chunks_that_the_reader_has_already_are_left_out_after_the_server_has_lost_entries() -> None:
+    again = [started(2), chunk(2, 2), chunk(2, 3), chunk(2, 4), end(2, 5)]
+    server = ScriptedServer([[chunk(1, 1), chunk(1, 2), chunk(1, 3)], again], [chunk(1, 3)])
+    assert [event.entry_id for event in read(server)] == ["1-1", "1-2", "1-3", "2-0", "2-4", "2-5"]
+
+
+def choice(attempt: int, offset: int, index: int, finish_reason: str | None = None) -> Entry:
+    write = StreamWrite.chunk(
+        "r", attempt, offset, index=index, token_ids=[offset], text="t", finish_reason=finish_reason
+    )
+    return f"{attempt}-{offset}".encode(), {b"type": b"chunk", b"data": write.data}
+
+
+def test_no_chunk_is_left_out_of_several_choices_or_with_a_finish_reason() -> None:
+    first = [choice(1, 1, 0), choice(1, 2, 1), choice(1, 3, 0), choice(1, 4, 1)]
+    again = [started(2), choice(2, 4, 0), choice(2, 5, 1), end(2, 6)]
+    found = [event.entry_id for event in read(ScriptedServer([first, again], [first[-1]]))]
+    assert found == ["1-1", "1-2", "1-3", "1-4", "2-0", "2-4", "2-5", "2-6"]
+    last = [started(2), choice(2, 2, 0, "stop"), end(2, 3)]
+    found = [event.entry_id for event in read(ScriptedServer([[chunk(1, 1), chunk(1, 2)], last], [chunk(1, 2)]))]
+    assert found == ["1-1", "1-2", "2-0", "2-2", "2-3"]
+
+
+def test_a_chunk_without_tokens_and_rows_in_order_are_never_left_out() -> None:
+    last = (b"2-2", {b"type": b"chunk", b"data": StreamWrite.chunk("r", 2, 2, index=0, token_ids=[], text="").data})
+    server = ScriptedServer([[chunk(1, 1), chunk(1, 2), started(2), last, end(2, 3)]], [])
+    assert [event.entry_id for event in read(server)] == ["1-1", "1-2", "2-0", "2-2", "2-3"]
+    rows = ScriptedServer([[rows_of(1, 0, 2), rows_of(1, 2, 1), started(2), rows_of(2, 1, 2), rows_of(2, 3, 1)]], [])
+    rows.batches[0].append(end(2, 5))
+    assert [event.entry_id for event in read(rows)] == ["1-2", "1-3", "2-0", "2-4", "2-5"]

@@ -6,6 +6,7 @@ runs where nothing is installed.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -26,6 +27,7 @@ from headrace_engine.options.config import EngineConfig
 from headrace_engine.options.engine_args import EngineArgs
 from headrace_engine.requests.request import EngineCoreRequest, FinishReason
 from headrace_engine.runner.contracts import ModelInfo
+from headrace_engine.system.load_progress import RECORD_FIELD
 
 if TYPE_CHECKING:
     import pytest
@@ -65,7 +67,6 @@ def offer(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
 
 class FakeCore:
     capabilities = CAPABILITIES
-    is_prepared_for_grammars = True
     wake: Callable[[], None]
 
     def __init__(self, config: EngineConfig) -> None:
@@ -127,9 +128,6 @@ class FakeCore:
     def check_integrity(self) -> None:
         assert not self._requests
 
-    def prepare_for_grammars(self) -> None:
-        raise AssertionError("it is prepared")
-
     def shutdown(self) -> None:
         pass
 
@@ -147,6 +145,8 @@ def make_core(config: EngineConfig) -> FakeCore:
         raise errors[wanted]
     if wanted is not None:
         raise RuntimeError(wanted)
+    if config.engine_args.get("loads_slowly"):
+        logging.getLogger(__name__).info("half of it", extra={RECORD_FIELD: 0.5})
     if config.engine_args.get("is_older"):
         serving.PROTOCOL -= 1  # type: ignore[misc]
     return FakeCore(config)

@@ -157,6 +157,13 @@ def test_capabilities_arrive_with_the_first_frame(start: Start) -> None:
     assert core.capabilities == fake_engine.CAPABILITIES
 
 
+def test_a_child_tells_how_much_of_its_model_is_loaded(start: Start) -> None:
+    core = start(engine_args={"loads_slowly": True})
+    assert core.load_progress == 0.0
+    core.wait_ready(20)
+    assert core.load_progress == 0.5
+
+
 def test_a_child_of_another_engine_serves_requests(start: Start) -> None:
     core = start()
     core.wait_ready(20)

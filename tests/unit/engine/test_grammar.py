@@ -20,7 +20,7 @@ from unit.engine.letters import decode, encode, tokenizer_json
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
     return GrammarCompiler(
-        TokenizerDefinition(tokenizer_json=tokenizer_json(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
+        TokenizerDefinition(tokenizer_json=tokenizer_json().encode(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
     )
 
 
@@ -81,7 +81,7 @@ def test_a_grammar_begins_after_the_thought_that_the_prompt_has_opened(
     if special is not None:
         tokenizer.add_tokens([AddedToken(tag, special=special) for tag in ("<think>", "</think>")])
     definition = TokenizerDefinition(
-        tokenizer_json=tokenizer.to_str(),
+        tokenizer_json=tokenizer.to_str().encode(),
         vocab_size=tokenizer.get_vocab_size(),
         eos_token_ids=[tokenizer.token_to_id("</s>")],
     )
@@ -263,19 +263,21 @@ def test_a_trial_leaves_nothing_behind(compiler: GrammarCompiler) -> None:
 
 
 def test_padding_of_the_vocabulary_is_never_allowed() -> None:
-    definition = TokenizerDefinition(tokenizer_json=tokenizer_json(), vocab_size=100, eos_token_ids=[EOS])
+    definition = TokenizerDefinition(tokenizer_json=tokenizer_json().encode(), vocab_size=100, eos_token_ids=[EOS])
     grammar = GrammarCompiler(definition).compile(StructuredOutputsParams(regex="(?s:.*)"))
     assert max(allowed(grammar.bitmasks()[0])) < VOCAB_SIZE
 
 
 def test_a_model_with_fewer_tokens_than_its_tokenizer_gets_masks_of_the_tokenizers_width() -> None:
-    definition = TokenizerDefinition(tokenizer_json=tokenizer_json(), vocab_size=30, eos_token_ids=[EOS])
+    definition = TokenizerDefinition(tokenizer_json=tokenizer_json().encode(), vocab_size=30, eos_token_ids=[EOS])
     mask = GrammarCompiler(definition).compile(StructuredOutputsParams(regex="a")).bitmasks()[0]
     assert len(mask) == 8
 
 
 def test_every_end_token_ends_a_complete_text() -> None:
-    definition = TokenizerDefinition(tokenizer_json=tokenizer_json(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS, 0])
+    definition = TokenizerDefinition(
+        tokenizer_json=tokenizer_json().encode(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS, 0]
+    )
     grammar = GrammarCompiler(definition).compile(StructuredOutputsParams(regex="a"))
     grammar.accept(encode("a"))
     assert allowed(grammar.bitmasks()[0]) == [0, EOS]
@@ -283,7 +285,7 @@ def test_every_end_token_ends_a_complete_text() -> None:
 
 def test_an_unknown_kind_of_tokenizer_is_an_error_and_no_crash() -> None:
     with pytest.raises(GrammarError, match="the model's tokenizer cannot be used with grammars"):
-        GrammarCompiler(TokenizerDefinition(tokenizer_json="{}", vocab_size=5, eos_token_ids=[1]))
+        GrammarCompiler(TokenizerDefinition(tokenizer_json=b"{}", vocab_size=5, eos_token_ids=[1]))
 
 
 def test_the_cache_of_compiled_grammars_is_bounded_by_their_size(
@@ -291,7 +293,7 @@ def test_the_cache_of_compiled_grammars_is_bounded_by_their_size(
 ) -> None:
     monkeypatch.setattr(grammar_module, "_MAX_CACHED_SOURCE_BYTES", 1000)
     small = GrammarCompiler(
-        TokenizerDefinition(tokenizer_json=tokenizer_json(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
+        TokenizerDefinition(tokenizer_json=tokenizer_json().encode(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
     )
     for number in range(50):
         small.compile(StructuredOutputsParams(regex=f"{number}" * 20))

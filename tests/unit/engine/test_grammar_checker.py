@@ -20,7 +20,7 @@ from unit.engine.letters import tokenizer_json
 
 
 def definition() -> TokenizerDefinition:
-    return TokenizerDefinition(tokenizer_json=tokenizer_json(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
+    return TokenizerDefinition(tokenizer_json=tokenizer_json().encode(), vocab_size=VOCAB_SIZE, eos_token_ids=[EOS])
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_a_known_verdict_does_not_wait_for_the_trial_of_another_grammar(
 
 
 def test_a_tokenizer_that_cannot_be_used_refuses_every_grammar() -> None:
-    checker = GrammarChecker(lambda: TokenizerDefinition(tokenizer_json="{}", vocab_size=3, eos_token_ids=[0]))
+    checker = GrammarChecker(lambda: TokenizerDefinition(tokenizer_json=b"{}", vocab_size=3, eos_token_ids=[0]))
     try:
         with pytest.raises(InvalidRequestError, match="tokenizer cannot be used with grammars"):
             checker.check(StructuredOutputsParams(regex="a"))

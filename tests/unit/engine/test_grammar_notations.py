@@ -30,7 +30,7 @@ def byte_compiler() -> GrammarCompiler:
     assert len(CHARACTERS) > LETTERS_EOS
     values["model"]["vocab"]["<eos>"] = EOS
     values["added_tokens"][0]["id"] = EOS
-    definition = TokenizerDefinition(tokenizer_json=json.dumps(values), vocab_size=257, eos_token_ids=[EOS])
+    definition = TokenizerDefinition(tokenizer_json=json.dumps(values).encode(), vocab_size=257, eos_token_ids=[EOS])
     return GrammarCompiler(definition)
 
 

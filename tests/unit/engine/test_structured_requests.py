@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 
+from headrace_engine.core import tokenizer_source
 from headrace_engine.core.engine_core import EngineCore
 from headrace_engine.core.scheduler import Scheduler
 from headrace_engine.errors import is_caused_by_request
 from headrace_engine.grammar import grammar as grammar_module
-from headrace_engine.grammar.grammar import GrammarCompiler
+from headrace_engine.grammar.grammar import GrammarCompiler, TokenizerDefinition
 from headrace_engine.options.speculative_config import SpeculativeConfig
 from headrace_engine.requests.request import EngineCoreRequest, FinishReason
 from headrace_engine.runner.contracts import RunnerCapabilities
+from unit.engine import letters
 from unit.engine.fake_runner import EOS, FakeRunner, fake_config
 from unit.engine.letters import decode, encode
 from unit.engine.requests import Results, core_request
@@ -162,6 +164,36 @@ def test_a_stop_token_ends_the_text_early() -> None:
     results = outputs([structured(form={"regex": "a{9}b{9}"}, stop_token_ids=encode("b"))])
     assert decode(results.tokens["a"]) == "a" * 9 + "b"
     assert results.stop_reasons["a"] == encode("b")[0]
+
+
+@pytest.mark.parametrize("asked_before", [True, False], ids=["a client has the tokenizer", "nobody has it"])
+def test_the_first_grammar_reads_the_vocabulary_and_no_other_request_does(
+    asked_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    definitions, loads, create = [], [], GrammarCompiler.__init__
+
+    def note(self: GrammarCompiler, definition: TokenizerDefinition) -> None:
+        definitions.append(definition.tokenizer_json)
+        create(self, definition)
+
+    def load(config: Any) -> Any:
+        loads.append(config)
+        return letters.load_tokenizer(config)
+
+    monkeypatch.setattr(GrammarCompiler, "__init__", note)
+    monkeypatch.setattr(tokenizer_source, "load_tokenizer", load)
+    core = core_of(num_blocks=200)
+    if asked_before:
+        assert core.call("tokenizer").result()["tokenizer_json"] == letters.tokenizer_json().encode()
+    core.add_request(core_request("plain"))
+    results = Results().drain(core)
+    assert definitions == []
+    for name in ("first", "second"):
+        core.add_request(structured(name))
+        results.drain(core)
+    assert definitions == [letters.tokenizer_json().encode()]
+    assert len(loads) == 1
+    assert results.finished["second"] is FinishReason.STOP
 
 
 def test_a_grammar_that_cannot_be_compiled_ends_its_request_only() -> None:

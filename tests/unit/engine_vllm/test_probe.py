@@ -19,7 +19,6 @@ from headrace_engine_vllm.probe import exact_resume
 class CountingCore:
     """Its next token is a function of the seed and of how many tokens it believes to have drawn."""
 
-    is_prepared_for_grammars = True
     capabilities = EngineCapabilities()
 
     def __init__(self, forgets: str = "", refuses: str | None = None, max_model_len: int = 100) -> None:
@@ -63,8 +62,6 @@ class CountingCore:
     def check_integrity(self) -> None: ...
 
     def shutdown(self) -> None: ...
-
-    def prepare_for_grammars(self) -> None: ...
 
 
 @pytest.mark.parametrize(("forgets", "claim"), [("", "all"), ("draws", "greedy"), ("all", "none")])

@@ -43,6 +43,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
     "min_tokens": {"max_tokens": 2**31 - 1, "max_output_tokens": 2**31 - 1},
     "continue_final_message": {"add_generation_prompt": False},
+    "background_options": {"background": True},
 }
 """Field -> the fields that a rule between fields asks for."""
 NOT_OF_THE_BODY = {"model"}

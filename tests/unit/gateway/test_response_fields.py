@@ -102,6 +102,22 @@ def options(**fields: Any) -> ResponseOptions:
         ({"store": "yes"}, "store", "invalid_request"),
         ({"metadata": {"a": 1}}, "metadata", "invalid_request"),
         ({"previous_response_id": 5}, "previous_response_id", "invalid_request"),
+        ({"background_options": "2h"}, "background_options", "invalid_request"),
+        (
+            {"background": True, "background_options": {"completion_window": "3h"}},
+            "background_options.completion_window",
+            "invalid_request",
+        ),
+        (
+            {"background": True, "background_options": {"completion_window": ["2h"]}},
+            "background_options.completion_window",
+            "invalid_request",
+        ),
+        (
+            {"background": True, "background_options": {"continuation_id": 5}},
+            "background_options.continuation_id",
+            "invalid_request",
+        ),
     ],
 )
 def test_each_problem_names_its_field(fields: dict[str, Any], param: str, code: str) -> None:
@@ -219,3 +235,42 @@ def test_the_object_repeats_the_requests_fields() -> None:
         "service_tier": "default",
         "temperature": 1.0,
     }
+
+
+def test_a_completion_window_gives_seconds_and_the_lowest_priority() -> None:
+    for window, seconds in (("2h", 7200), ("8h", 28_800)):
+        call = read(background=True, background_options={"completion_window": window})
+        assert (call.window, call.priority) == (seconds, 9)
+    call = read(background=True, background_options={"completion_window": "2h"}, priority=4)
+    assert (call.window, call.priority) == (7200, 4)
+
+
+@pytest.mark.parametrize(
+    "given", [None, {}, {"completion_window": None}, {"completion_window": "soonest"}, {"continuation_id": None}]
+)
+@pytest.mark.parametrize("background", [True, False])
+def test_without_a_completion_window_a_response_is_wanted_at_once(given: Any, background: bool) -> None:
+    call = read(background=background, background_options=given)
+    assert (call.window, call.priority, call.ignored) == (None, None, {})
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked"),
+    [
+        ({}, "requires background: true"),
+        ({"background": True, "stream": True}, "requires stream: false"),
+        ({"background": True, "service_tier": "flex"}, "requires the service_tier auto or default"),
+    ],
+)
+def test_a_completion_window_needs_background_no_stream_and_the_default_tier(
+    fields: dict[str, Any], asked: str
+) -> None:
+    body = {**RESPONSE, "background_options": {"completion_window": "8h"}, **fields}
+    error = refusal(read_response, body, model=model(), lora=None)
+    assert (error.param, error.code) == ("background_options.completion_window", "invalid_request")
+    assert asked in error.message
+
+
+def test_a_continuation_id_is_named_as_ignored() -> None:
+    call = read(background=True, background_options={"completion_window": "2h", "continuation_id": "a", "x": 1})
+    assert list(call.ignored) == ["background_options.x", "background_options.continuation_id"]

@@ -13,7 +13,8 @@ from headrace_engine.core.outputs import StepStats
 from headrace_monitoring.exposition import ExpositionFormat
 from headrace_monitoring.gateway_metrics import GatewayMetrics
 from headrace_monitoring.metrics import Metrics
-from headrace_monitoring.service_levels import ModelLevels, RedisLevels, ServiceExposition, ServiceLevels
+from headrace_monitoring.redis_levels import RedisLevels, StreamServerLevels
+from headrace_monitoring.service_levels import ModelLevels, ServiceExposition, ServiceLevels
 
 STEP = StepStats(
     step_seconds=0.02,
@@ -46,7 +47,7 @@ PROMETHEUS_ACCEPTS = (
 )
 """Prometheus's own header."""
 
-EXPORTER = ServiceExposition(version="1.2.3")
+EXPORTER = ServiceExposition(version="1.2.3", main="127.0.0.1:6379")
 EXPORTER.polled(
     ServiceLevels(
         models=[
@@ -66,20 +67,25 @@ EXPORTER.polled(
                 earliest_slack_seconds=30.0,
             )
         ],
-        redis=RedisLevels(
-            memory_used_bytes=1000,
-            memory_limit_bytes=0,
-            connected_clients=4,
-            persistence_ok=True,
-            may_evict=False,
-            evicted_keys=0,
-            rejected_connections=0,
-            started_at=0.0,
-            loads_all=True,
-            load_errors=0,
-            messages_before_restart=0,
-            messages_after_restart=0,
-        ),
+        servers=[
+            RedisLevels(
+                server="127.0.0.1:6379",
+                memory_used_bytes=1000,
+                memory_limit_bytes=0,
+                connected_clients=4,
+                persistence_ok=True,
+                may_evict=False,
+                evicted_keys=0,
+                rejected_connections=0,
+                started_at=0.0,
+                loads_all=True,
+                load_errors=0,
+                messages_before_restart=0,
+                messages_after_restart=0,
+            )
+        ],
+        away=(),
+        stream_servers=[StreamServerLevels(name="s1", up=True, streams=3, draining=False)],
     ),
     0.002,
 )

@@ -134,7 +134,9 @@ def test_the_gateway_has_keys_its_own_redis_user_and_time_for_open_answers(servi
 
 
 def test_the_environment_of_the_gateway_are_options_that_it_has(services: dict[str, Any]) -> None:
-    known = {"HEADRACE_REDIS_URL"} | {variable_of(option, GATEWAY_PREFIX) for option in options_of(GatewaySettings)}
+    known = {"HEADRACE_REDIS_URL", "HEADRACE_QUEUE_URLS", "HEADRACE_STREAM_URLS"} | {
+        variable_of(option, GATEWAY_PREFIX) for option in options_of(GatewaySettings)
+    }
     image = re.findall(r"(HEADRACE_GATEWAY_\w+)=", (ROOT / "Dockerfile").read_text(encoding="utf-8"))
     assert len(image) == 4
     assert {*services["gateway"]["environment"], *image} <= known

@@ -17,7 +17,7 @@ from unit.monitoring.scrape import EXPORTER, GATEWAY, Scrape
 METRIC = re.compile(r"\b(?:headrace|process)_[a-z_]+\b")
 # What a process shows of itself, and what the exporter and the gateway alone show, has no model: the selection does
 # not reach it.
-UNSELECTED = re.compile(r"headrace_(?:exporter|gateway|redis_(?!up|command|errors))")
+UNSELECTED = re.compile(r"headrace_(?:exporter|gateway|stream_server_|redis_(?!up|command|errors))")
 
 RENDERED = dashboards.rendered()
 BUILT: dict[str, dict[str, Any]] = {name: json.loads(text) for name, text in RENDERED.items()}

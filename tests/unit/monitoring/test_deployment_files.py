@@ -1,8 +1,7 @@
-"""The systemd units and the Helm chart, as far as they can be checked without systemd and without a cluster."""
+"""The Helm chart, as far as it can be checked without a cluster."""
 
 from __future__ import annotations
 
-import configparser
 import importlib.util
 import json
 import re
@@ -35,7 +34,6 @@ pytestmark = pytest.mark.rotated(
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-UNITS = ROOT / "deploy" / "systemd"
 CHART = ROOT / "deploy" / "helm" / "headrace"
 VALUES = {
     "model": {"servedName": "tiny", "volume": {"persistentVolumeClaim": {"claimName": "m", "readOnly": True}}},
@@ -85,73 +83,6 @@ IN_A_SHARED_CLUSTER: dict[str, Any] = {
     "exporter": _POD,
     "networkPolicy": {"enabled": True, "scrapeFrom": _SCRAPERS, "redisPorts": [6379, 26379]},
 }
-
-
-def unit(name: str) -> configparser.ConfigParser:
-    parser = configparser.ConfigParser(strict=False, interpolation=None)
-    parser.optionxform = str  # type: ignore[assignment, method-assign]
-    parser.read(UNITS / name, encoding="utf-8")
-    return parser
-
-
-@pytest.mark.parametrize("name", ["headrace-worker.service", "headrace-exporter.service", "headrace-gateway.service"])
-def test_a_unit_starts_a_command_that_exists_and_runs_without_privileges(name: str) -> None:
-    service = unit(name)["Service"]
-    command = service["ExecStart"].split()
-    help_text = subprocess.run(
-        [sys.executable, "-c", "from headrace_cli.main import main; main()", *command[1:], "--help"],
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    assert command[0].endswith("/headrace")
-    assert help_text.returncode == 0
-    assert service["User"] == "headrace"
-    assert service["NoNewPrivileges"] == "yes"
-
-
-@pytest.mark.parametrize("name", ["worker", "exporter", "gateway"])
-def test_a_unit_is_valid_for_systemd_and_well_confined(name: str, tmp_path: Path) -> None:
-    analyze = shutil.which("systemd-analyze")
-    if analyze is None:
-        pytest.skip("systemd-analyze is not installed (apt install systemd)")
-    text = (UNITS / f"headrace-{name}.service").read_text(encoding="utf-8")
-    file = tmp_path / f"headrace-{name}.service"
-    file.write_text(text.replace("/opt/headrace/bin/headrace", sys.executable), encoding="utf-8")
-    checked = subprocess.run([analyze, "verify", file], capture_output=True, text=True, timeout=60, check=False)
-    assert checked.returncode == 0, checked.stderr
-    assert file.name not in checked.stderr  # a warning about this unit
-    command = [analyze, "security", "--offline=true", "--threshold=20", file]  # of 100
-    judged = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert judged.returncode == 0, judged.stdout[-300:]
-
-
-@pytest.mark.parametrize("name", ["worker", "exporter", "gateway"])
-def test_a_unit_that_fails_at_each_start_stops_after_some(name: str) -> None:
-    parser = unit(f"headrace-{name}.service")
-    seconds, most = (int(parser["Unit"][f"StartLimit{what}"]) for what in ("IntervalSec", "Burst"))
-    assert most * (int(parser["Service"]["RestartSec"]) + 10) < seconds  # a failing start takes less than 10 s
-
-
-def test_the_worker_unit_drains_before_it_is_killed() -> None:
-    service = unit("headrace-worker.service")["Service"]
-    assert (service["KillMode"], service["KillSignal"]) == ("mixed", "SIGTERM")  # the engine must not get it
-    assert int(service["TimeoutStopSec"]) > 30 + 5  # --grace-seconds, and the time for the last results
-
-
-def test_the_worker_unit_lets_torch_list_network_interfaces_as_vllm_does_at_its_start() -> None:
-    assert "AF_NETLINK" in unit("headrace-worker.service")["Service"]["RestrictAddressFamilies"].split()
-
-
-def test_the_gateway_unit_has_time_for_open_answers_and_no_more_rights_than_the_others() -> None:
-    service, exporter = unit("headrace-gateway.service")["Service"], unit("headrace-exporter.service")["Service"]
-    assert service["KillMode"] == "mixed"  # the process for large bodies must not get SIGTERM
-    assert int(service["TimeoutStopSec"]) > GatewaySettings().shutdown
-    assert service["Environment"] == "HEADRACE_GATEWAY_KEYS=/etc/headrace/keys.toml"
-    assert service["StateDirectoryMode"] == "0700"  # what callers upload lies there
-    hardening = {name: value for name, value in exporter.items() if value in ("yes", "strict")}
-    assert len(hardening) > 8
-    assert {name: service.get(name) for name in hardening} == hardening
 
 
 def helm() -> str:
@@ -214,6 +145,22 @@ def test_the_chart_renders_everything_that_it_promises(manifests: dict[str, dict
         "PrometheusRule/demo",
         "ConfigMap/demo-dashboards",
     }
+
+
+def test_the_chart_gives_each_process_the_servers_of_the_queues(tmp_path: Path) -> None:
+    urls = {f"{role}QueueUrls": f"tiny=redis://{role}:secret@other:6379/0" for role in ("worker", "gateway")}
+    found = {
+        f"{each['kind']}/{each['metadata']['name']}": each for each in template(tmp_path, redis=VALUES["redis"] | urls)
+    }
+    secret = found["Secret/demo-redis"]["stringData"]
+    for role, user in {"worker": "worker", "gateway": "gateway", "exporter": "worker"}.items():
+        (container,) = found[f"Deployment/demo-{role}"]["spec"]["template"]["spec"]["containers"]
+        (variable,) = [each for each in container["env"] if each["name"] == "HEADRACE_QUEUE_URLS"]
+        source = variable["valueFrom"]["secretKeyRef"]
+        assert source["optional"], "a Secret of earlier values has no such key"
+        assert secret[source["key"]] == f"tiny=redis://{user}:secret@other:6379/0"
+    plain = next(each for each in template(tmp_path) if each["kind"] == "Secret")["stringData"]
+    assert sorted(plain) == ["exporter-url", "gateway-url", "worker-url"]
 
 
 def test_what_the_chart_renders_is_valid_kubernetes(tmp_path: Path) -> None:
@@ -431,7 +378,10 @@ def test_a_network_policy_lets_a_pod_reach_names_and_redis_alone(tmp_path: Path)
 def test_the_environment_of_a_pod_are_settings_of_a_worker(tmp_path: Path, worker: dict[str, Any]) -> None:
     (container,) = worker_pod(tmp_path, worker)["containers"]
     names = {entry["name"] for entry in container["env"] if entry["name"].startswith("HEADRACE_")}
-    known = {f"HEADRACE_{name.upper()}" for name in (*(setting.name for setting in SETTINGS), "redis_url")}
+    known = {
+        f"HEADRACE_{name.upper()}"
+        for name in (*(setting.name for setting in SETTINGS), "redis_url", "queue_urls", "stream_urls")
+    }
     assert names <= known
 
 
@@ -485,7 +435,9 @@ def test_a_gateway_has_keys_probes_and_time_for_open_answers(manifests: dict[str
     pod = deployment["template"]["spec"]
     (gateway,) = pod["containers"]
     environment = {entry["name"]: entry.get("value") for entry in gateway["env"]}
-    known = {"HEADRACE_REDIS_URL"} | {variable_of(option, GATEWAY_PREFIX) for option in options_of(GatewaySettings)}
+    known = {"HEADRACE_REDIS_URL", "HEADRACE_QUEUE_URLS", "HEADRACE_STREAM_URLS"} | {
+        variable_of(option, GATEWAY_PREFIX) for option in options_of(GatewaySettings)
+    }
     assert set(environment) <= known
     (sleep,) = [int(word) for word in gateway["lifecycle"]["preStop"]["exec"]["command"][1:]]
     assert pod["terminationGracePeriodSeconds"] > sleep + int(environment["HEADRACE_GATEWAY_SHUTDOWN"])

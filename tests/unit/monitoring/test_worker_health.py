@@ -22,6 +22,13 @@ def test_a_worker_that_loads_or_drains_is_alive_and_not_ready(health: WorkerHeal
     assert health.not_alive() is None
 
 
+def test_a_worker_that_loads_says_how_much_of_the_weights_it_has(health: WorkerHealth) -> None:
+    health.loading(0.456)
+    assert health.not_ready() == "the worker is loading: 46 % of the weights"
+    health.state("draining")
+    assert health.not_ready() == "the worker is draining"
+
+
 def test_a_worker_that_redis_gives_nothing_is_alive_and_not_ready_until_it_does(health: WorkerHealth) -> None:
     health.state("ready")
     health.heartbeat(in_flight=0)

@@ -20,7 +20,9 @@ from tokenizers.models import WordLevel
 from headrace_broker.keys import PROBE_KEY
 from headrace_broker.messages import TASK_NAME
 from headrace_broker.queue.worker_port import DeliveryInfo
+from headrace_broker.results import Usage
 from headrace_broker.scripts import script
+from headrace_broker.streams.grant import Grant
 from headrace_engine.core.outputs import STEP_STATS, EngineCoreOutput, EngineCoreOutputs, StepStats
 from headrace_engine.options.capabilities import EngineCapabilities
 from headrace_engine.requests.request import EngineCoreRequest
@@ -122,6 +124,7 @@ class FakeProcess:
         self.number = next(self.numbers)
         self.pid = 1000 + self.number
         self.is_ready = False
+        self.load_progress = 0.0
         self.model_info = MODEL
         self.capabilities = CAPABILITIES
         self.outbox: list[EngineCoreOutputs | Exception] = []
@@ -241,16 +244,22 @@ class FakeCeleryRequest:
         self.lease_id = lease_id
         self.is_revoked = False
         self.fate: list[str] = []
+        self.regrants: list[Grant | None] = []
+        """What the queue answers when the worker asks for a higher grant."""
         self.results: dict[str, dict[str, Any]] = {}
         self.dead_letter_reason: str | None = None
         self.tokens: int | None = None
-        known = ("queued_at", "step", "over_quota", "preemptions", "choices")
+        known = ("queued_at", "step", "over_quota", "preemptions", "choices", "grant")
         self.delivery = DeliveryInfo(content, **{name: headers.pop(name) for name in known if name in headers})
 
     def revoked(self) -> bool:
         if self.is_revoked:
             self.fate.append("revoked in the queue")
         return self.is_revoked
+
+    def regrant(self, at_least: int) -> Grant | None:
+        self.fate.append(f"asked for a grant above {at_least}")
+        return self.regrants.pop(0)
 
     def announce_terminated_in_queue(self) -> None:
         self.fate.append("terminated in the queue")
@@ -281,8 +290,8 @@ class FakeCeleryRequest:
     def let_go(self) -> None:
         self.fate.append("let go")
 
-    def cost(self, tokens: int) -> None:
-        self.tokens = tokens
+    def cost(self, usage: Usage | None) -> None:
+        self.tokens = 0 if usage is None else usage.prompt_tokens + usage.completion_tokens
 
     def on_success(self, outcome: tuple[bool, Any, float]) -> None:
         self.fate.append("announced")
@@ -399,6 +408,9 @@ class FakeRedis:
     def hget(self, _key: str, field: str) -> bytes | None:
         return self.registered.get(field.encode())
 
+    def hgetall(self, _key: str) -> dict[bytes, bytes]:
+        return {}
+
     def hset(self, _key: str, field: str, value: bytes) -> None:
         self.check()
         self.registered[field.encode()] = value
@@ -461,8 +473,12 @@ class FakeRedis:
             return last[0], 2, [], 0, 0
         if last[2] == "end":
             return last[0], 1, raw, losses, 0
-        entries.append((last[0] + 1, 0, "start", msgpack.unpackb(args[0])))
-        return last[0] + 1, 0, raw, losses, 0
+        number, owner = args[3] or last[0] + 1, args[4]
+        if entries and last[0] >= number:
+            is_own = (number, 0, owner) in [(each[0], each[1], each[3].get("owner")) for each in entries]
+            return (last[0], 0, raw, losses, 0) if last[0] == number and is_own else (last[0], 3, [], 0, 0)
+        entries.append((number, 0, "start", msgpack.unpackb(args[0])))
+        return number, 0, raw, losses, 0
 
     def _is_of_another(self, entries: list[tuple[int, int, str, dict[str, Any]]], content: str) -> bool:
         return entries[0][3].get("content", content) != content

@@ -11,6 +11,7 @@ import pytest
 import redis
 
 from headrace_broker.queue.dead_letters import DeadLetter
+from headrace_broker.queue.worker_port import DeliveryInfo
 from headrace_engine.core.outputs import EngineCoreOutput
 from headrace_engine.requests.request import FinishReason
 from unit.workers.desk import Desk
@@ -318,7 +319,7 @@ def test_a_dead_letter_ends_its_stream_unless_it_has_ended(desk: Desk) -> None:
 def test_the_end_of_a_message_that_never_ran_is_retried_while_redis_is_at_fault(desk: Desk, end: str) -> None:
     desk.redis.error = AWAY
     if end == "malformed":
-        desk.dispatcher.settlement.refuse_malformed("r1", "content")
+        desk.dispatcher.settlement.refuse_malformed("r1", DeliveryInfo("content"))
     else:
         letter = DeadLetter("delivery limit", "headrace.tiny", 5, b'{"headers": {"id": "r1"}}', bound_id="r1")
         desk.dispatcher.settlement.dead_letter(letter)
@@ -334,7 +335,7 @@ def test_the_end_of_a_message_that_never_ran_is_retried_while_redis_is_at_fault(
 
 def test_an_end_that_its_own_stream_refuses_is_not_retried(desk: Desk) -> None:
     desk.redis.error, desk.redis.refuses_all = redis.ResponseError("WRONGTYPE"), False
-    desk.dispatcher.settlement.refuse_malformed("r1", "content")
+    desk.dispatcher.settlement.refuse_malformed("r1", DeliveryInfo("content"))
     desk.assert_idle()
     assert desk.admission.free_slots() == 4
 
@@ -408,7 +409,7 @@ def test_an_error_that_quotes_a_prompt_is_logged_without_its_text(
 
 
 def test_an_id_with_a_lone_surrogate_ends_no_stream_and_raises_nothing(desk: Desk) -> None:
-    desk.dispatcher.settlement.refuse_malformed("\ud800", "content")
+    desk.dispatcher.settlement.refuse_malformed("\ud800", DeliveryInfo("content"))
     desk.assert_idle()
     assert desk.results == {}
 
@@ -563,7 +564,7 @@ def test_another_message_touches_neither_stream_nor_result_of_the_first(
     letter = DeadLetter("undecodable", "headrace.tiny", 1, b'{"headers": {"id": "r1"}}')
     desk.dispatcher.settlement.dead_letter(letter)
     desk.dispatcher.settlement.dead_letter(replace(letter, bound_id="r1"))
-    desk.dispatcher.settlement.refuse_malformed("r1", "another")
+    desk.dispatcher.settlement.refuse_malformed("r1", DeliveryInfo("another"))
     desk.assert_idle()
     assert other.fate == ["rejected as duplicate"]
     assert desk.redis.entries("r1") == before

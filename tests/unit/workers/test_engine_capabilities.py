@@ -85,7 +85,7 @@ def test_a_message_without_a_seed_is_served_by_an_engine_without_repeatable_seed
 def test_an_engine_without_priorities_does_not_change_the_queues_order() -> None:
     for engine, expected in ((CAPABILITIES, 7), (without(priority=False), 0)):
         desk = Desk(capabilities=engine)
-        desk.accept(FakeCeleryRequest(priority=7))
+        desk.accept(FakeCeleryRequest(priority=7, step=6))
         assert [request.priority for request in desk.engine.sent] == [expected]
 
 

@@ -179,6 +179,15 @@ def test_a_job_begins_after_the_entries_of_its_stream(intake: Intake) -> None:
     entries = [ChunkEvent("1-2", 1, 2, 0, [10, 11], "ab")]
     claim = StreamClaim(2, list(entries), None)
     request = InputProcessor(MODEL, FakeTokenizer()).process("r1", "abc", SamplingParams())  # type: ignore[arg-type]
-    job = generate_job_of(read, request, claim, FakeCeleryRequest(), ModelIdentity("tiny"), None, None)
+    job = generate_job_of(read, request, claim, FakeCeleryRequest(), "", ModelIdentity("tiny"), None, None)
     assert (job.attempt, job.num_tokens, job.queued_at) == (2, 2, 1000.0)
     assert job.core_requests()[0].output_token_ids == [10, 11]
+
+
+@pytest.mark.parametrize(
+    ("priority", "step", "engine"), [(9, 9, 9), (9, 3, 3), (7, 3, 3), (4, 3, 4), (2, 0, 2), (0, 0, 0), (5, 3, 5)]
+)
+def test_the_engine_gets_the_step_of_a_message_that_has_moved_up_by_its_due_time(
+    priority: int, step: int, engine: int
+) -> None:
+    assert incoming(priority=priority, step=step).engine_priority == engine

@@ -68,6 +68,7 @@ class Attached:
                 "engine": "fake",
                 "capabilities": capabilities.to_wire(),
                 "is_quick": is_quick,
+                "callback_rules": [[], []],
             }
         )
 

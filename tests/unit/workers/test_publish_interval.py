@@ -11,7 +11,7 @@ import pytest
 from clock import Clock
 from headrace_engine.core.outputs import EngineCoreOutput
 from headrace_engine.requests.request import FinishReason
-from headrace_workers.requests.streams import Publisher
+from headrace_workers.requests.publisher import Publisher
 from unit.workers.desk import Desk
 from unit.workers.fakes import CAPABILITIES, MODEL, FakeCeleryRequest, step
 

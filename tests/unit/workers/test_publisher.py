@@ -6,7 +6,7 @@ import pytest
 
 from headrace_broker.streams.writer import StreamWrite, StreamWriter, WriteOutcome
 from headrace_monitoring.metrics import Metrics
-from headrace_workers.requests.streams import REPLAY_SECONDS, Publisher
+from headrace_workers.requests.publisher import REPLAY_SECONDS, Publisher
 from unit.workers.fakes import AWAY, OUT_OF_MEMORY, FakeRedis
 
 

@@ -29,6 +29,10 @@ class Events:
         self.reasons: list[str] = []
         self.error: Exception | None = None
 
+    def on_engine_loading(self, share: float) -> None:
+        if share:
+            self.told.append(f"loading {share}")
+
     def on_engine_ready(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None:
         self.told.append("ready")
         if self.error:
@@ -260,6 +264,15 @@ def test_a_new_event_loop_reads_from_the_running_engine(engine: Engine) -> None:
     engine.process.outbox.append(step())
     other.readers[engine.process.fileno()]()
     assert engine.events.told == ["ready", "outputs"]
+
+
+def test_a_loading_engine_tells_its_share_of_the_weights_until_it_is_ready(engine: Engine) -> None:
+    for share in (0.25, 0.75):
+        engine.process.load_progress = share
+        engine.process.speak()
+        engine.hub.readers[engine.process.fileno()]()
+    engine.ready()
+    assert engine.events.told == ["loading 0.25", "loading 0.75", "ready"]
 
 
 def test_stopping_shuts_a_ready_engine_down_and_kills_a_loading_one(engine: Engine) -> None:

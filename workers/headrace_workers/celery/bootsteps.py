@@ -17,19 +17,23 @@ from celery import bootsteps
 from celery.worker import state as worker_state
 
 from headrace_broker.client.tokenizer_calls import TokenizerCalls
-from headrace_broker.keys import queue_lists, queue_name
+from headrace_broker.keys import queue_name
 from headrace_broker.messages import TASK_NAME, TASK_NAMES
-from headrace_broker.queue.leases import Leases
-from headrace_broker.queue.unread_lists import gather_steps, separated_lists
-from headrace_broker.server.connections import CONNECTION_ERRORS, REDIS_ERRORS, connect
+from headrace_broker.queue.unread_lists import gather_steps, lists_on_main, remedy, separated_lists
+from headrace_broker.queue.worker_leases import WorkerLeases
+from headrace_broker.server.connections import CONNECTION_ERRORS, REDIS_ERRORS, address_of, connect
 from headrace_broker.server.eviction import eviction_warning
+from headrace_broker.server.queue_servers import OTHER_TIMEOUT, QueueServers
 from headrace_broker.server.restart_safety import restart_safety
+from headrace_broker.server.rights import refused_lists
+from headrace_broker.server.stream_servers import StreamServers
 from headrace_engine.options.config import OWN_ENGINE, EngineConfig
 from headrace_monitoring.health import HealthServer, WorkerHealth
 from headrace_monitoring.labels import LabelSets
 from headrace_monitoring.logging import frames, process_fields
 from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.tracing import make_tracer_provider
+from headrace_workers.celery.callbacks import Callbacks
 from headrace_workers.celery.pod_deletion_cost import INTERVAL_SECONDS, PodDeletionCost
 from headrace_workers.celery.queue_gauges import QueueGauges
 from headrace_workers.engine_link.adapters import Adapters
@@ -41,6 +45,7 @@ from headrace_workers.preparation.tokenizer_service import TokenizerService
 from headrace_workers.requests.dispatcher import HEARTBEAT_SECONDS, Dispatcher
 from headrace_workers.requests.preemption import Preemption
 from headrace_workers.requests.service_state import ServedModel
+from headrace_workers.requests.stream_homes import STREAM_TIMEOUT
 from headrace_workers.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -89,18 +94,21 @@ class EngineStep(bootsteps.StartStopStep):
         self._reported: set[str] = set()
         """Lists that no worker reads, if the log has reported them."""
         self.client = connect(broker.redis_url)
-        self._gauges = QueueGauges(self.client, self.queues, self.metrics, self._health)
+        served = {queue: url for queue, url in broker.url_by_queue.items() if queue in self.queues}
+        self.servers = QueueServers(self.client, served, timeout=OTHER_TIMEOUT)
+        self._streams = StreamServers.connected(self.client, *broker.stream_servers, timeout=STREAM_TIMEOUT)
+        self._gauges = QueueGauges(self.servers.of, self.queues, self.metrics, self._health)
         self.dispatcher = self._make_dispatcher(worker, settings, config, adapters, broker.result_ttl_seconds)
         self._supervisor = self.dispatcher.engine.supervisor
+        self.callbacks = Callbacks(worker.app, settings.callback_rules)
         self._deletion_cost = PodDeletionCost.of_this_pod() if settings.pod_deletion_cost else None
         self._tokenizer_service = TokenizerService(
             TokenizerCalls(self.client, settings.served_names),
             self.dispatcher.admission.answer_call,
             lambda: self.dispatcher.admission.answers_calls,
         )
-        self._lists = [name for queue in self.queues for name in queue_lists(queue)]
         self._channel: Any = None
-        self._leases: Leases | None = None
+        self._leases: WorkerLeases | None = None
         self._grace_ends_at = math.inf
         """Monotonic time at which the grace period of a drain command ends."""
         return self
@@ -123,6 +131,7 @@ class EngineStep(bootsteps.StartStopStep):
             engine=config.engine,
             share_prefix_cache=settings.share_prefix_cache or not settings.enable_prefix_caching,
             answer_formats=AnswerFormats(settings.tool_parser, settings.reasoning_parser),
+            callback_rules=settings.callback_rules,
         )
         return Dispatcher(
             model,
@@ -143,6 +152,8 @@ class EngineStep(bootsteps.StartStopStep):
             on_given_up=self._stop_worker,
             publish_interval=settings.publish_interval,
             tracer_provider=self._tracer_provider,
+            streams=self._streams,
+            call_back_dead=lambda letter: self.callbacks.send_dead(self.servers.of(letter.queue), letter),
         )
 
     def start(self, worker: Any) -> None:
@@ -180,6 +191,7 @@ class EngineStep(bootsteps.StartStopStep):
         channel = consumer.task_consumer.channel
         channel.serve(self.dispatcher.admission)
         self._channel, self._leases = channel, channel.leases
+        self._gauges.leases = channel.leases
         for lease_id, message in self._leases.held().items():
             # When Celery loses its connection, it forgets the messages that have not started.
             if message.headers.get("id") not in worker_state.requests:
@@ -187,18 +199,42 @@ class EngineStep(bootsteps.StartStopStep):
         self.dispatcher.attach(hub)
         self._supervisor.attach(hub)
         self._tokenizer_service.attach(hub)
+        self.dispatcher.homes.refresh()  # before the first fetch
         self._check_server()
 
     def _check_server(self) -> None:
         """Check whether Redis may lose messages, at each connection, as a failover may lead to another server."""
+        leases = self._leases
+        away = {self.servers.of(queue) for queue in self.queues if leases is not None and leases.away(queue)}
+        homes = self.dispatcher.homes
+        self._check_callback_queues()
+        streams: list[redis.Redis] = []
+        for name in {*homes.servers.names} - homes.away():
+            try:
+                streams += homes.servers.nodes(name).values()
+            except REDIS_ERRORS as error:
+                logger.warning("the stream server %s could not be read: %s", name, error)
+        for client in [*self.servers, *streams]:
+            if client in away:
+                continue
+            try:
+                info = client.info()
+                warnings = (eviction_warning(info), *restart_safety(client, info).warnings)
+            except REDIS_ERRORS as error:  # the user may not run INFO, or Redis is unavailable again
+                logger.warning("Redis's settings could not be read at %s: %s", address_of(client), error)
+                continue
+            for warning in filter(None, warnings):
+                logger.warning("%s", warning)
+
+    def _check_callback_queues(self) -> None:
+        """Warn if callbacks are permitted and cannot be sent."""
+        rules = self._task.settings.callback_rules
         try:
-            info = self.client.info()
-            warnings = (eviction_warning(info), *restart_safety(self.client, info).warnings)
-        except REDIS_ERRORS as error:  # the user may not run INFO, or Redis is unavailable again
-            logger.warning("Redis's settings could not be read: %s", error)
+            refused = refused_lists(self.client, rules.queues) if rules.tasks else []
+        except REDIS_ERRORS:  # Redis is unavailable again
             return
-        for warning in filter(None, warnings):
-            logger.warning("%s", warning)
+        if refused:
+            logger.warning("callbacks cannot be sent: the user of Redis may not run LPUSH on %s", ", ".join(refused))
 
     def stats(self) -> dict[str, Any]:
         """Return the dispatcher's figures and the number of leases, for operators."""
@@ -281,16 +317,26 @@ class EngineStep(bootsteps.StartStopStep):
             time.sleep(_FAILED_TURN_SECONDS)
 
     def _gather_steps(self) -> None:
-        """Move messages of Celery's ten priority_steps to the lists that workers read. Report lists with a `sep`."""
-        if self._leases is None or not self._leases.is_reaper:  # one worker of a queue does it
+        """Move messages of Celery's ten priority_steps to the lists that workers read. Report lists that none reads."""
+        if self._leases is None:
             return
-        try:
-            gather_steps(self.client, self.queues)
-            for name in set(separated_lists(self.client, self.queues)) - self._reported:
-                self._reported.add(name)
-                logger.warning("no worker reads the list %r: leave the option sep of its producers unset", name)
-        except REDIS_ERRORS as error:
-            logger.debug("messages of further priority steps not gathered: %s", error)
+        for queue in self._leases.reaped:  # one worker of a queue does it
+            if self._leases.away(queue):
+                continue
+            try:
+                server = self.servers.of(queue)
+                gather_steps(server, [queue])
+                on_main = {} if server is self.client else lists_on_main(self.client, queue)
+                for name in on_main.keys() - self._reported:
+                    text = "no worker reads the list %r, which has %d message(s) of queue %s: %s"
+                    logger.warning(text, name, on_main[name], queue, remedy(queue, name))
+                self._reported |= on_main.keys()
+                for name in set(separated_lists(server, [queue])) - self._reported:
+                    self._reported.add(name)
+                    logger.warning("no worker reads the list %r: leave the option sep of its producers unset", name)
+            except REDIS_ERRORS as error:
+                problem = self._leases.failed(queue, error)
+                logger.debug("messages of further priority steps not gathered: %s", problem)
 
     def _sort(self) -> None:
         if (
@@ -298,7 +344,7 @@ class EngineStep(bootsteps.StartStopStep):
         ):  # with free slots, each fetch sorts new messages first
             return
         try:
-            self._leases.sort(self._lists)
+            self._leases.sort(self.queues)
             self._channel.schedule_preempting_fetch()  # a little later, because other workers may have free slots
         except CONNECTION_ERRORS:
             pass  # the event loop notices the loss itself

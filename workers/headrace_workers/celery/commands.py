@@ -92,7 +92,9 @@ def stats(state: Any, **_: Any) -> dict[str, Any]:
 def scheduled(state: Any, **_: Any) -> list[dict[str, Any]]:
     """List the first hundred messages whose ETA has not passed. They are in Redis, so every worker lists the same."""
     step = engine_step(state)
-    messages = [message for name in step.queues for message in delayed_messages(step.client, name, _MAX_SCHEDULED)]
+    messages = [
+        message for name in step.queues for message in delayed_messages(step.servers.of(name), name, _MAX_SCHEDULED)
+    ]
     return [_schedule_entry(message) for message in sorted(messages, key=lambda message: message.due)[:_MAX_SCHEDULED]]
 
 

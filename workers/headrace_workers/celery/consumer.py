@@ -110,7 +110,9 @@ class ConsumerProxy:
 def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Callable[..., Any]:
     """Make the handler of `GenerateTask`'s messages."""
     admission: Admission = task.step.dispatcher.admission
-    task.Request = type("BoundEngineRequest", (EngineRequest,), {"admission": admission})
+    task.Request = type(
+        "BoundEngineRequest", (EngineRequest,), {"admission": admission, "callbacks": task.step.callbacks}
+    )
     handler = default_strategy(task, app, ConsumerProxy(consumer, EnginePool(admission)), **options)
 
     def handle(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **rest: Any) -> Any:
@@ -135,7 +137,7 @@ def engine_strategy(task: Any, app: Any, consumer: Any, **options: Any) -> Calla
             why = f"the message is malformed: {error}" if isinstance(error, MalformedMessageError) else MALFORMED
             if request_id is not None:
                 delivery = message.delivery_info.get(DELIVERY) or DeliveryInfo()
-                admission.settlement.refuse_malformed(request_id, delivery.content, why, message.content_type)
+                admission.settlement.refuse_malformed(request_id, delivery, why, message.content_type)
             raise InvalidTaskError(why) from None  # the consumer rejects the message
 
     return handle

@@ -3,12 +3,13 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import redis
 
-from headrace_broker.queue.levels import QueueLevelReader, read_tenants
-from headrace_broker.server.connections import REDIS_ERRORS
+from headrace_broker.queue.levels import QueueLevelReader, QueueLevels, read_tenants
+from headrace_broker.queue.worker_leases import WorkerLeases
+from headrace_broker.server.connections import REDIS_ERRORS, address_of
 from headrace_monitoring.health import WorkerHealth
 from headrace_monitoring.metrics import Metrics
 
@@ -16,14 +17,24 @@ logger = logging.getLogger(__name__)
 
 
 class QueueGauges:
+    """Reads the queues of one worker. `client_of` returns the client of a queue's server."""
+
     interval_seconds = 5.0
 
-    def __init__(self, client: "redis.Redis", queues: Sequence[str], metrics: Metrics, health: WorkerHealth) -> None:
-        self._client = client
-        self._reader = QueueLevelReader(client)
+    def __init__(
+        self,
+        client_of: "Callable[[str], redis.Redis]",
+        queues: Sequence[str],
+        metrics: Metrics,
+        health: WorkerHealth,
+    ) -> None:
+        self._client_of = client_of
+        self._reader = QueueLevelReader(client_of)
         self._queues = queues
         self._metrics = metrics
         self._health = health
+        self.leases: WorkerLeases | None = None
+        """They know which servers are left alone now. None before the first connection."""
         self._refusal: str | None = None
         """The reason why Redis refused to deliver messages or to take output since the last poll; None: no refusal."""
 
@@ -37,24 +48,36 @@ class QueueGauges:
         self._health.queue_blocked(problem)
 
     def poll(self) -> None:
-        """Read the message counts and ages of this worker's queues. Set the metrics, or report that Redis is down."""
+        """Read the message counts and ages of this worker's queues. Set the metrics, or report which servers are down.
+
+        With several servers, the metrics count the queues on those that answer.
+        """
         started = time.perf_counter()
-        try:
-            by_queue = self._reader.read(self._queues)
-            tenants = Counter[str]()
-            for queue, level in by_queue.items():
-                if level.problem is None:
-                    tenants.update(read_tenants(self._client, queue))
-        except REDIS_ERRORS as error:
-            self._metrics.redis_error("depth")
-            self._metrics.redis_up(False)
-            logger.warning("queue levels not read: %s", error)
-            self._report(str(error))
+        by_queue: dict[str, QueueLevels] = {}
+        tenants = Counter[str]()
+        problems: list[str] = []
+        for queue in self._queues:
+            try:
+                away = self.leases.away(queue) if self.leases is not None else None
+                if away is not None:
+                    problems.append(away)
+                    continue
+                by_queue |= self._reader.read([queue])
+                if by_queue[queue].problem is None:
+                    tenants.update(read_tenants(self._client_of(queue), queue))
+            except REDIS_ERRORS as error:
+                problems.append(f"{queue} on {address_of(self._client_of(queue))}: {error}")
+                if self.leases is not None:
+                    self.leases.failed(queue, error)
+                self._metrics.redis_error("depth")
+                logger.warning("queue levels not read: %s", problems[-1])
+        self._metrics.redis_up(bool(by_queue))
+        levels = by_queue.values()
+        problems += [level.problem for level in levels if level.problem is not None]
+        self._report(problems[0] if problems else self._refusal)
+        if not by_queue:
             return
         self._metrics.redis_command("depth", time.perf_counter() - started)
-        self._metrics.redis_up(True)
-        levels = by_queue.values()
-        self._report(next((level.problem for level in levels if level.problem is not None), self._refusal))
         self._refusal = None
         ages = [level.oldest_age_seconds for level in levels if level.oldest_age_seconds is not None]
         self._metrics.queue_depth(

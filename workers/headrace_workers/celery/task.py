@@ -1,6 +1,7 @@
 """The Celery tasks of a worker, and their Celery request for one received message."""
 
 import time
+from collections.abc import Mapping
 from contextvars import ContextVar
 from datetime import datetime
 from functools import partial
@@ -14,12 +15,18 @@ from celery.worker.state import task_ready
 
 from headrace_broker.decisions import DECIDE_TASK
 from headrace_broker.messages import TASK_NAME
+from headrace_broker.pooling_messages import TASK_OF
 from headrace_broker.queue.worker_port import DELIVERY, DeliveryInfo
+from headrace_broker.results import Usage
+from headrace_broker.streams.grant import Grant
+from headrace_broker.usage.entry import UsageEntry, UsageKind, key_name_of
 from headrace_wire.codes import DeadLetterReason
 from headrace_workers.celery.result_backend import CONTENT_TYPE
+from headrace_workers.requests.settlement import CANCELLED, EXPIRED
 
 if TYPE_CHECKING:
     from headrace_workers.celery.bootsteps import EngineStep
+    from headrace_workers.celery.callbacks import Callbacks
     from headrace_workers.requests.admission import Admission
     from headrace_workers.settings import WorkerSettings
 
@@ -28,6 +35,8 @@ OUTCOME: ContextVar[dict[str, Any]] = ContextVar("headrace_outcome")
 
 # Replaces the message's own body: Celery needs neither its prompt nor its links once the request is done.
 _EMPTY_BODY: Final = msgpack.packb([[], {}, {}])
+_REVOKED: Final = {"error": CANCELLED.to_wire()}
+_EXPIRED: Final = {"error": EXPIRED.to_wire()}
 _LINKS: Final = ("callbacks", "errbacks", "chain", "chord")
 
 
@@ -35,7 +44,8 @@ class EngineRequest(Request):
     """A received message that the engine computes instead of Celery's pool. Implements `CeleryRequest`."""
 
     admission: "Admission"
-    """The strategy sets it on a subclass for each worker."""
+    callbacks: "Callbacks"
+    """The strategy sets both on a subclass for each worker."""
     acknowledged: bool
 
     def __init__(self, message: Any, **options: Any) -> None:
@@ -79,6 +89,10 @@ class EngineRequest(Request):
         """The facts that the queue has recorded about the message."""
         return self._message.delivery_info.get(DELIVERY) or DeliveryInfo()
 
+    def regrant(self, at_least: int) -> Grant | None:
+        """Give the lease a number above `at_least`; None if it is lost. Redis's errors pass through."""
+        return self._message.channel.leases.regrant(self.lease_id, at_least)
+
     def finish(self, result: dict[str, Any]) -> None:
         """Store and announce the result through Celery's task, then acknowledge. Called on the finisher's thread."""
         headers = {name: value for name, value in self._request_dict.items() if name not in _LINKS}
@@ -91,8 +105,16 @@ class EngineRequest(Request):
             OUTCOME.reset(token)
         if failed:  # the task itself cannot fail, so the result was not stored; Celery would acknowledge it anyway
             raise getattr(returned.exception, "exc", returned.exception)  # billiard may wrap it
+        self.call_back(result)
         # Announce the success without its text.
         self.on_success((False, "", time.monotonic() - self._received_at))
+
+    def call_back(self, result: Mapping[str, Any]) -> None:
+        """Let the settlement of the message send its callbacks with this result. Called on the finisher's thread."""
+        writes = self.callbacks.final_writes(self, result, is_dead=self._dead_letter_reason is not None)
+        if writes is not None:
+            # not by the event loop, which does not keep the order of its calls: the acknowledgement could be first
+            self._message.channel.leases.send(self.lease_id, writes)
 
     def finish_as_dead_letter(self, reason: DeadLetterReason, detail: str) -> None:
         """Make `finish` dead-letter the message instead of acknowledging it."""
@@ -107,9 +129,14 @@ class EngineRequest(Request):
             leases = self._message.channel.leases
             self.admission.settlement.call_soon(partial(leases.dead_letter, self.lease_id, *self._dead_letter_reason))
 
-    def cost(self, tokens: int) -> None:
-        """Charge the tenant for these prompt and output tokens when the message is acknowledged."""
-        self._message.channel.leases.cost(self.lease_id, tokens)
+    def cost(self, usage: Usage | None) -> None:
+        """Charge the tenant for these tokens, and count the request, when the message is settled. None: do neither."""
+        tokens = 0 if usage is None else usage.prompt_tokens + usage.completion_tokens
+        entry = None
+        if usage is not None:
+            kind: UsageKind = "embeddings" if self.task_name in TASK_OF else "completions"
+            entry = UsageEntry(kind, key_name_of(self._request_dict.get("key_name")), usage)
+        self._message.channel.leases.cost(self.lease_id, tokens, entry)
 
     def requeue(self, *, is_counted: bool = False, is_preempted: bool = False, choices: int | None = None) -> None:
         """Return the message to the front of its queue.
@@ -159,6 +186,7 @@ class EngineRequest(Request):
 
     def announce_terminated(self) -> None:
         """Store and announce that the request was revoked while it ran, and acknowledge its message."""
+        self.call_back(_REVOKED)
         super()._announce_revoked("terminated", True, "SIGTERM", False)
 
     def announce_terminated_in_queue(self) -> None:
@@ -168,7 +196,12 @@ class EngineRequest(Request):
     def _announce_revoked(self, reason: str, terminated: bool, signum: Any, expired: bool) -> None:
         """Let `Settlement` announce a revoked or expired request. Celery would do so on the event loop's thread."""
         self._already_revoked = True
-        announce = partial(super()._announce_revoked, reason, terminated, signum, expired)
+        store = partial(super()._announce_revoked, reason, terminated, signum, expired)
+
+        def announce() -> None:
+            self.call_back(_EXPIRED if reason == "expired" else _REVOKED)
+            store()
+
         self.admission.settlement.revoked_in_queue(self, reason, announce)
 
 

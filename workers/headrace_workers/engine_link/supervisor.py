@@ -33,6 +33,9 @@ _SHUTDOWN_SECONDS = 5.0
 class EngineEvents(Protocol):
     """Receives the events of the engine. All calls come on the event loop's thread."""
 
+    def on_engine_loading(self, share: float) -> None:
+        """Takes the share of the weights that is loaded, 0 to 1."""
+
     def on_engine_ready(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None: ...
 
     def on_engine_outputs(self, outputs: EngineCoreOutputs) -> None: ...
@@ -198,7 +201,9 @@ class EngineSupervisor:
         self._give_up(f"outputs of the engine could not be handled: {type(error).__name__}")
 
     def _announce(self, process: EngineCoreProcess, steps: Iterable[EngineCoreOutputs]) -> None:
-        if process.is_ready and not self.is_ready and self._has_tokenizer():
+        if not process.is_ready:
+            self._events.on_engine_loading(process.load_progress)
+        elif not self.is_ready and self._has_tokenizer():
             self.is_ready = True
             engine = f"{self._config.engine} {process.capabilities.version}".rstrip()
             logger.info("engine ready after %.1f s: %s", time.monotonic() - self._started_at, engine)

@@ -8,6 +8,8 @@ from datetime import datetime
 from typing import Any, Protocol
 
 from headrace_broker.queue.worker_port import DeliveryInfo
+from headrace_broker.results import Usage
+from headrace_broker.streams.grant import Grant
 from headrace_wire.codes import DeadLetterReason
 
 
@@ -43,7 +45,11 @@ class CeleryRequest(Protocol):
     lease_id: str
     delivery: DeliveryInfo
 
-    def cost(self, tokens: int) -> None: ...
+    def regrant(self, at_least: int) -> Grant | None: ...
+
+    def cost(self, usage: Usage | None) -> None: ...
+
+    def call_back(self, result: Mapping[str, Any]) -> None: ...
 
     def finish(self, result: dict[str, Any]) -> None: ...
 

@@ -5,7 +5,7 @@ For most messages, `Intake` runs in a preparation process. `plain_requests.py` h
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
@@ -18,21 +18,21 @@ from headrace_broker.streams.listeners import is_abandon_after
 from headrace_engine.api.input_processor import InputProcessor
 from headrace_engine.requests.sampling_params import RequestOutputKind, SamplingParams
 from headrace_engine.text.chat import ChatOptions
-from headrace_wire.codes import ErrorCode
+from headrace_wire.codes import PRIORITY_STEPS, ErrorCode
+from headrace_wire.due import due_problem
 from headrace_wire.errors import InvalidRequestError
 from headrace_wire.pooling import wrong_task
 from headrace_wire.values import is_unicode
+from headrace_wire.wire_number import wire_problem
 from headrace_workers.errors import HeadraceWorkerError
+from headrace_workers.preparation.arguments import keyword_arguments
+from headrace_workers.preparation.callback_rules import MAX_BODY_BYTES, CallbackRules
 from headrace_workers.preparation.celery_request import CeleryRequest
 from headrace_workers.preparation.decision_intake import PreparedDecision, prepare_decision
 
 PROMPT_TAIL_CHARS = 64
 _SERVED = (TASK_NAME, DECIDE_TASK)
 _LATEST_UNIX_TIME = 1e11
-_LINKED = (
-    "links, chains and chords are not supported, as the worker would start them with its own rights: send the next task"
-    " when the result is there"
-)
 _NO_TOOLS = "the chat template of this model does not support tools: describe them in a message, or leave tools out"
 MALFORMED = "the message is malformed: its body does not follow Celery's protocol 2"
 
@@ -72,17 +72,19 @@ class Incoming:
     """Priority step of the list that held the message."""
     preemptions: int = 0
     """How often the request was preempted."""
+    header_problem: str | None = None
+    """What is wrong with the header `due` or `wire`; None if each is valid or absent."""
     delay: float = 0.0
     """Seconds until the producer's ETA, by this machine's clock; 0 if it has passed."""
 
     @classmethod
     def read(cls, celery_request: CeleryRequest) -> "Incoming":
-        """Read the headers. An optional header with an invalid value counts as absent."""
+        """Read the headers. An optional header with an invalid value counts as absent, except for `due` and `wire`."""
         headers = celery_request.request_dict
         delivery = celery_request.delivery_info
         priority = delivery.get("priority")
-        enqueued_at, due = _seconds(headers.get("enqueued_at")), celery_request.due
-        queued_at, clock = _queued_at(enqueued_at, due, celery_request.delivery.queued_at)
+        enqueued_at, eta = _seconds(headers.get("enqueued_at")), celery_request.due
+        queued_at, clock = _queued_at(enqueued_at, eta, celery_request.delivery.queued_at)
         return cls(
             request_id=celery_request.id,
             priority=min(max(priority, 0), 9) if isinstance(priority, int) else 0,
@@ -98,8 +100,15 @@ class Incoming:
             deadline=_deadline(celery_request.expires, celery_request.time_limits),
             step=celery_request.delivery.step,
             preemptions=celery_request.delivery.preemptions,
-            delay=max(0.0, due.timestamp() - time.time()) if isinstance(due, datetime) else 0.0,
+            header_problem=wire_problem(headers.get("wire")) or due_problem(headers.get("due")),
+            delay=max(0.0, eta.timestamp() - time.time()) if isinstance(eta, datetime) else 0.0,
         )
+
+    @property
+    def engine_priority(self) -> int:
+        """The priority in the engine: the message's, or the step to which it has moved up because of its due time."""
+        sent_with = max(step for step in PRIORITY_STEPS if step <= self.priority)
+        return self.step if self.step < sent_with else self.priority
 
     @property
     def waited(self) -> float | None:
@@ -109,7 +118,12 @@ class Incoming:
 
 def tenant_of(celery_request: CeleryRequest) -> str | None:
     """Get the tenant that the message names, or None."""
-    return _text(celery_request.request_dict.get("tenant"))
+    return tenant_in(celery_request.request_dict)
+
+
+def tenant_in(headers: Mapping[str, Any]) -> str | None:
+    """Get the tenant in a message's headers, or None."""
+    return _text(headers.get("tenant"))
 
 
 def _text(value: object) -> str | None:
@@ -142,9 +156,12 @@ class Prepared:
 class Intake:
     """Checks whether the engine can serve a message's body. It has no side effects."""
 
-    def __init__(self, processor: InputProcessor, served_names: Sequence[str]) -> None:
+    def __init__(
+        self, processor: InputProcessor, served_names: Sequence[str], callback_rules: CallbackRules | None = None
+    ) -> None:
         self._processor = processor
         self._served_names = served_names
+        self._callback_rules = callback_rules or CallbackRules()
 
     def process(self, request_id: str, body: Any, task_name: str = TASK_NAME) -> Prepared | PreparedDecision:
         """Check a decoded body and tokenise its prompt.
@@ -152,7 +169,7 @@ class Intake:
         Raises:
             RefusedError: with the error code and message for the client.
         """
-        kwargs = kwargs_of(body)
+        kwargs = kwargs_of(body, task_name, self._callback_rules)
         if task_name not in _SERVED:
             asked = task_name.removeprefix("headrace.")
             raise RefusedError(ErrorCode.UNSUPPORTED, wrong_task(self._served_names[0], ["generate", "decide"], asked))
@@ -193,16 +210,23 @@ class Intake:
         )
 
 
-def kwargs_of(body: Any) -> dict[str, Any]:
-    """Return the keyword arguments in a decoded body. Raises RefusedError."""
+def kwargs_of(body: Any, task_name: str, callback_rules: CallbackRules) -> dict[str, Any]:
+    """Return the keyword arguments in a decoded body, and check its links. Raises RefusedError."""
     if not _is_protocol_2(body):
         raise RefusedError(ErrorCode.INVALID_REQUEST, MALFORMED)
     args, kwargs, embed = body
-    if any(embed.values()):
-        raise RefusedError(ErrorCode.INVALID_REQUEST, _LINKED)
-    if args:
-        raise RefusedError(ErrorCode.INVALID_REQUEST, "positional arguments are not allowed; use keyword arguments")
-    return dict(kwargs)
+    try:
+        callback_rules.check(embed)
+        return keyword_arguments(task_name, args, kwargs)
+    except InvalidRequestError as error:
+        raise RefusedError(ErrorCode.INVALID_REQUEST, str(error)) from error
+
+
+def check_size_with_links(body: bytes | str, decoded: Any) -> None:
+    """Raise RefusedError if a body has links and is too large to be decoded again when the request ends."""
+    if len(body) > MAX_BODY_BYTES and _is_protocol_2(decoded) and any(decoded[2].values()):
+        problem = f"the body of a message with callbacks must have at most {MAX_BODY_BYTES} bytes, got {len(body)}"
+        raise RefusedError(ErrorCode.INVALID_REQUEST, problem)
 
 
 def check_model(model: str | None, served_names: Sequence[str]) -> None:

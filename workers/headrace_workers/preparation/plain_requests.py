@@ -11,6 +11,7 @@ from headrace_broker.content import loads
 from headrace_engine.api.input_processor import InputProcessor
 from headrace_engine.text.pooling_input import PoolingTokenizer
 from headrace_engine.text.tokenizer import ModelTokenizer
+from headrace_workers.preparation.callback_rules import CallbackRules
 from headrace_workers.preparation.decision_intake import PreparedDecision
 from headrace_workers.preparation.intake import Intake, Prepared
 from headrace_workers.preparation.pooling_intake import PoolingIntake, PreparedInputs
@@ -25,13 +26,17 @@ _LISTS: Final = ("stop", "stop_token_ids")
 
 
 def intake_of(
-    processor: InputProcessor, tokenizer: ModelTokenizer, served_names: Sequence[str]
+    processor: InputProcessor,
+    tokenizer: ModelTokenizer,
+    served_names: Sequence[str],
+    callback_rules: CallbackRules | None = None,
 ) -> Intake | PoolingIntake:
     """Return the intake for the kind of the processor's model."""
     pooling = processor.model_info.pooling
     if pooling is None:
-        return Intake(processor, served_names)
-    return PoolingIntake(PoolingTokenizer(tokenizer, pooling, processor.model_info.vocab_size), served_names)
+        return Intake(processor, served_names, callback_rules)
+    pooling_tokenizer = PoolingTokenizer(tokenizer, pooling, processor.model_info.vocab_size)
+    return PoolingIntake(pooling_tokenizer, served_names, callback_rules)
 
 
 class PlainRequests:
@@ -59,8 +64,8 @@ class PlainRequests:
 
 
 def _is_plain(body: Any) -> bool:
-    _, kwargs, _ = body
-    if not kwargs.keys() <= _FIELDS:
+    args, kwargs, _ = body
+    if args or not kwargs.keys() <= _FIELDS:
         return False
     prompt = kwargs.get("prompt")
     if prompt is not None and not (isinstance(prompt, str) and len(prompt) <= _MAX_CHARS):

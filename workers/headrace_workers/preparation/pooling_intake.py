@@ -10,6 +10,7 @@ from headrace_engine.text.pooling_input import PoolingTokenizer
 from headrace_wire.codes import ErrorCode
 from headrace_wire.errors import InvalidRequestError
 from headrace_wire.pooling import MAX_INPUT_TOKENS, MAX_ROW_BYTES, PoolingTask, wrong_task
+from headrace_workers.preparation.callback_rules import CallbackRules
 from headrace_workers.preparation.intake import RefusedError, check_model, kwargs_of
 
 _OPTIONS: Final = ("prompt", "prompt_name", "dimensions", "truncate", "max_tokens", "add_special_tokens")
@@ -46,9 +47,12 @@ class PreparedInputs:
 class PoolingIntake:
     """Checks whether a pooling model can serve a message's body. It has no side effects."""
 
-    def __init__(self, tokenizer: PoolingTokenizer, served_names: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: PoolingTokenizer, served_names: Sequence[str], callback_rules: CallbackRules | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._served_names = served_names
+        self._callback_rules = callback_rules or CallbackRules()
 
     def process(self, request_id: str, body: Any, task_name: str) -> PreparedInputs:  # noqa: ARG002  # as `Intake` has it
         """Check a decoded body and tokenise its inputs.
@@ -56,7 +60,7 @@ class PoolingIntake:
         Raises:
             RefusedError: with the error code and message for the client.
         """
-        kwargs = kwargs_of(body)
+        kwargs = kwargs_of(body, task_name, self._callback_rules)
         asked, serves = task_name.removeprefix("headrace."), self._tokenizer.info.tasks
         if asked not in serves:
             raise RefusedError(ErrorCode.UNSUPPORTED, wrong_task(self._served_names[0], serves, asked))

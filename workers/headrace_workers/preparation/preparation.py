@@ -21,6 +21,7 @@ from typing import Any, Final
 
 from headrace_engine.requests.lora_request import LoRARequest
 from headrace_wire.codes import ErrorCode
+from headrace_wire.errors import CopyableError
 from headrace_workers.engine_link.adapters import Adapters
 from headrace_workers.preparation.celery_request import CeleryRequest
 from headrace_workers.preparation.decision_intake import PreparedDecision
@@ -314,7 +315,7 @@ def _prepared_of(values: dict[str, Any]) -> AnyPrepared:
     return PreparedDecision(**values) if "questions" in values else Prepared(**values)
 
 
-class PreparationError(Exception):
+class PreparationError(CopyableError):
     """An unexpected error in the preparation process, with its type and where it was raised."""
 
     def __init__(self, kind: str, raised: Any) -> None:

@@ -20,7 +20,8 @@ from headrace_engine.runner.contracts import ModelInfo
 from headrace_engine.text.chat_template import import_chat_templates
 from headrace_engine.text.tokenizer import ModelTokenizer
 from headrace_monitoring.logging import frames as frames_of
-from headrace_workers.preparation.intake import RefusedError
+from headrace_workers.preparation.callback_rules import CallbackRules
+from headrace_workers.preparation.intake import RefusedError, check_size_with_links
 from headrace_workers.preparation.plain_requests import intake_of
 from headrace_workers.preparation.tokenizer_answers import TokenizerAnswers
 
@@ -49,10 +50,11 @@ class Preparer:
         *,
         is_quick: bool,
         cpu_seconds: float,
+        callback_rules: CallbackRules | None = None,
     ) -> None:
         self._cpu_seconds = cpu_seconds
         self._processor = processor
-        self._intake = intake_of(processor, tokenizer, served_names)
+        self._intake = intake_of(processor, tokenizer, served_names, callback_rules)
         self._tokenizer_answers = TokenizerAnswers(processor, tokenizer)
         self._quick_seconds = _QUICK_CPU_SECONDS if is_quick else None
 
@@ -60,7 +62,9 @@ class Preparer:
         """Prepare one request. Returns the kind and the values of the answer."""
         try:
             with _within(self._cpu_seconds, self._quick_seconds):
-                prepared = self._intake.process(request_id, loads(body, content_type), task_name)
+                decoded = loads(body, content_type)
+                check_size_with_links(body, decoded)
+                prepared = self._intake.process(request_id, decoded, task_name)
         except MalformedMessageError as error:
             return ["undecodable", str(error)]
         except NotQuickError:
@@ -151,6 +155,7 @@ def make_preparer(
         settings["served_names"],
         is_quick=settings["is_quick"],
         cpu_seconds=settings["cpu_seconds"],
+        callback_rules=CallbackRules(*map(tuple, settings["callback_rules"])),
     )
 
 

@@ -19,7 +19,6 @@ from headrace_broker.models.identity import ModelIdentity
 from headrace_broker.queue.dead_letters import DeadLetter
 from headrace_broker.results import ErrorInfo
 from headrace_broker.server.connections import REDIS_ERRORS
-from headrace_broker.streams.writer import StreamWriter
 from headrace_engine.api.decide import decision_request
 from headrace_engine.api.input_processor import CheckedPrompt, ProcessedRequest
 from headrace_engine.requests.lora_request import LoRARequest
@@ -41,6 +40,7 @@ from headrace_workers.requests.job import Job
 from headrace_workers.requests.preemption import Preemption
 from headrace_workers.requests.service_state import ServedModel, ServiceState
 from headrace_workers.requests.settlement import Settlement
+from headrace_workers.requests.stream_homes import StreamHomes
 from headrace_workers.requests.streams import StreamClaims
 from headrace_workers.requests.token_credit import BYTES_PER_TOKEN, TokenCredit
 from headrace_workers.requests.tracing import RequestTracing
@@ -63,7 +63,7 @@ class Admission:
         engine: EngineWatch,
         state: ServiceState,
         settlement: Settlement,
-        writer: StreamWriter,
+        homes: StreamHomes,
         metrics: Metrics,
         tracing: RequestTracing,
         make_process: MakeProcess,
@@ -75,11 +75,11 @@ class Admission:
         self._in_flight = engine.in_flight
         self._state = state
         self.settlement = settlement
-        self._writer = writer
+        self._homes = homes
         self._metrics = metrics
         self._tracing = tracing
         self._preemption = preemption
-        self._claims = StreamClaims(writer, settlement, metrics, tracing, worker_name)
+        self._claims = StreamClaims(homes, settlement, metrics, tracing, worker_name)
         self.preparation = Preparation(
             make_process,
             model.adapters,
@@ -150,7 +150,16 @@ class Admission:
         if not (self._state.takes_messages and self._engine.supervisor.is_ready):
             return True
         isolation = self._in_flight.isolation
-        return self.settlement.redis_refuses or self.preparation.is_failing or isolation.blocks_new_requests
+        is_blocked = self.settlement.redis_refuses or self.preparation.is_failing or isolation.blocks_new_requests
+        return is_blocked or self._homes.problem is not None
+
+    def away_homes(self) -> set[str]:
+        """See `StreamHomes.away`."""
+        return self._homes.away()
+
+    def token_seconds(self) -> float | None:
+        """See `EngineWatch.token_seconds`."""
+        return self._engine.token_seconds
 
     def lease_lost(self, message: Any) -> None:
         """Stop the request of a message that another worker has now. Nothing more is written or acknowledged for it."""
@@ -214,12 +223,20 @@ class Admission:
             self._metrics.message_returned("not_ready")
             celery_request.requeue()
             return
+        if celery_request.delivery.lost:
+            self.settlement.finish_lost(celery_request)
+            return
         with self._answering(incoming, celery_request):
-            if incoming.over_quota and not self._writer.exists(incoming.request_id):  # else a repeat
+            home = self._homes.servers.home_at(celery_request.delivery.home, incoming.request_id)
+            with self._homes.writing(home) as writer:
+                is_repeat = bool(incoming.over_quota and writer.exists(incoming.request_id))
+            if incoming.over_quota and not is_repeat:
                 raise RefusedError(
                     ErrorCode.QUOTA_EXCEEDED,
                     f"the queue holds {incoming.over_quota} requests of this tenant, which is its limit",
                 )
+            if incoming.header_problem is not None:
+                raise RefusedError(ErrorCode.INVALID_REQUEST, incoming.header_problem)
             if incoming.delay > (longest := self._model.max_delay_seconds):
                 raise RefusedError(
                     ErrorCode.INVALID_REQUEST,
@@ -269,7 +286,7 @@ class Admission:
     def _on_undecodable(self, message: Preparing, problem: str) -> None:
         request, why = message.celery_request, f"the message is malformed: {problem}"
         logger.error("message refused", request_id=message.request_id, reason=why, content_type=request.content_type)
-        self.settlement.refuse_malformed(message.request_id, request.delivery.content, why, request.content_type)
+        self.settlement.refuse_malformed(message.request_id, request.delivery, why, request.content_type)
         request.dead_letter(DeadLetterReason.REJECTED, why)
 
     def _on_postponed(self, message: Preparing) -> None:
@@ -309,7 +326,8 @@ class Admission:
         processor = self._engine.processor
         assert processor is not None
         common = (
-            incoming.priority if self._engine.capabilities.priority else 0,  # the queue's order is kept all the same
+            # without priorities in the engine, the queue's order is kept all the same
+            incoming.engine_priority if self._engine.capabilities.priority else 0,
             incoming.enqueued_at if incoming.enqueued_at is not None else time.time(),
             "" if self._model.share_prefix_cache else _salt(incoming),
             adapter,
@@ -329,7 +347,7 @@ class Admission:
             dimensions=prepared.dimensions,
             normalize=prepared.normalize,
             activation=prepared.activation,
-            priority=incoming.priority if self._engine.capabilities.priority else 0,
+            priority=incoming.engine_priority if self._engine.capabilities.priority else 0,
             tenant=incoming.tenant or "",
             arrival_time=incoming.enqueued_at if incoming.enqueued_at is not None else time.time(),
         )
@@ -342,7 +360,7 @@ class Admission:
         if isinstance(job, Job):  # else it is accepted when it is prepared
             celery_request.on_accepted(self._engine.supervisor.pid, time.monotonic())
         if old.lease_id != celery_request.lease_id:  # one message fetched twice has one lease
-            old.cost(0)  # the tenant is charged under the new lease
+            old.cost(None)  # the tenant is charged under the new lease
             old.acknowledge()  # Redis refuses this if the old lease was lost
 
     # -- revoked or requeued -----------------------------------------------------------------------------------

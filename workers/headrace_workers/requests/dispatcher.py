@@ -17,7 +17,8 @@ from typing import Any
 import redis
 import structlog
 
-from headrace_broker.streams.writer import StreamWriter
+from headrace_broker.queue.dead_letters import DeadLetter
+from headrace_broker.server.stream_servers import StreamServers
 from headrace_monitoring.health import WorkerHealth
 from headrace_monitoring.metrics import Metrics
 from headrace_workers.engine_link.supervisor import EngineEvents, EngineSupervisor
@@ -28,6 +29,7 @@ from headrace_workers.requests.in_flight import InFlight
 from headrace_workers.requests.preemption import Preemption
 from headrace_workers.requests.service_state import Drain, ServedModel, ServiceState
 from headrace_workers.requests.settlement import Settlement, StoreResult
+from headrace_workers.requests.stream_homes import StreamHomes
 from headrace_workers.requests.tracing import RequestTracing
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
@@ -96,11 +98,12 @@ class Dispatcher:
     """Makes the parts, starts and drains them, and reports the worker's state.
 
     Args:
-        client: Redis for streams and registry.
+        client: Redis for the registry, and for streams that are not on another server.
+        streams: the stream servers; without them, all streams are on `client`.
         supervise: makes the engine's supervisor, which reports engine events.
         make_process: makes the two processes that prepare messages.
         preemption: preempts requests for those of higher priority.
-        store_result: see `Settlement`.
+        store_result, call_back_dead: see `Settlement`.
         on_refused: called with the reason when Redis refuses to serve the queue, or refuses a write of the worker.
         on_given_up: called with the reason when the engine cannot be kept alive or used.
         publish_interval: see `InFlight`.
@@ -124,20 +127,22 @@ class Dispatcher:
         on_given_up: Callable[[str], None],
         publish_interval: float = 0.0,
         tracer_provider: Any = None,
+        streams: StreamServers | None = None,
+        call_back_dead: Callable[[DeadLetter], None] = lambda _letter: None,
     ) -> None:
         self._model = model
         self._metrics = metrics
         self._health = health
         self._on_given_up = on_given_up
-        writer = StreamWriter(client, stream_ttl_seconds)
+        servers = StreamServers(client, {}, stream_ttl_seconds) if streams is None else streams
+        self.homes = StreamHomes(servers, stream_ttl_seconds)
         tracing = RequestTracing(tracer_provider, model.names[0])
         self._state = ServiceState(metrics, health)
-        self.settlement = Settlement(writer, metrics, store_result, tracing, on_refused)
+        self.settlement = Settlement(self.homes, metrics, store_result, tracing, on_refused, call_back_dead)
 
         def run(supervisor: EngineSupervisor) -> InFlight:
             return InFlight(
-                client,
-                writer,
+                self.homes,
                 supervisor,
                 self.settlement,
                 metrics,
@@ -164,7 +169,7 @@ class Dispatcher:
             self.engine,
             self._state,
             self.settlement,
-            writer,
+            self.homes,
             metrics,
             tracing,
             make_process=make_process,
@@ -195,6 +200,8 @@ class Dispatcher:
         """Do the periodic work; the event loop calls it once a second."""
         self.settlement.heartbeat()
         self._metrics.heartbeat()
+        self.homes.refresh()
+        self._health.streams_blocked(self.homes.problem)
         self._metrics.loop_lag(self.loop_watch.longest_turn())
         self._health.heartbeat(len(self._in_flight))
         self._health.preparation_fails(self._preparation.is_failing)

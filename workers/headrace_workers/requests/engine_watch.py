@@ -94,6 +94,10 @@ class EngineWatch:
         """Whether the model computes one row of numbers for each input. False until it is loaded."""
         return self.credit is not None
 
+    def on_engine_loading(self, share: float) -> None:
+        self._metrics.model_loading(share)
+        self._health.loading(share)
+
     def on_engine_ready(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None:
         if self.processor is None:
             has_cache = model_info.pooling is None
@@ -128,8 +132,8 @@ class EngineWatch:
         )
         self.num_waiting = 0
         self._metrics.engine_up(True)
+        self.register_model()  # before the worker is ready: a client refuses a model that no worker has served
         self._state.show(engine_is_ready=True)
-        self.register_model()
         self.in_flight.send_chosen()
 
     def _use_first_engine(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None:
@@ -150,11 +154,12 @@ class EngineWatch:
             **self._model.preparation_settings,
             "served_names": list(self._model.names),
             "engine": self._model.engine,
+            "callback_rules": [list(self._model.callback_rules.tasks), list(self._model.callback_rules.queues)],
             "tokenizer": asdict(parts),
             "model_info": asdict(model_info),
             "capabilities": capabilities.to_wire(),
         }
-        intake = intake_of(self.processor, tokenizer, self._model.names)
+        intake = intake_of(self.processor, tokenizer, self._model.names, self._model.callback_rules)
         self._configure(settings, None if settings["logits_processors"] else PlainRequests(intake))
 
     def on_engine_outputs(self, outputs: EngineCoreOutputs) -> None:
@@ -173,6 +178,17 @@ class EngineWatch:
         if before is None and self._speed.tokens_per_second is not None:
             self.register_model()
 
+    @property
+    def token_seconds(self) -> float | None:
+        """The time in which one request gets one token while the worker is busy; None if it is not measured.
+
+        The requests of a full worker share its speed. A pooling model computes the inputs of a message in one step.
+        """
+        speed = self._speed.tokens_per_second
+        if speed is None:
+            return None
+        return (1 if self.credit is not None else self._model.max_num_seqs) / speed
+
     def _is_busy(self) -> bool:
         if self.credit is not None:
             return self.credit.is_busy(self.in_flight.num_tokens_left)
@@ -182,6 +198,7 @@ class EngineWatch:
     def on_engine_lost(self, reason: str, cause: EngineDeathCause, *, was_ready: bool) -> None:
         self._metrics.engine_up(False)
         self._metrics.engine_restarted(cause)
+        self._health.loading(0.0)
         self._state.show(engine_is_ready=False)
         self.in_flight.engine_lost(reason, was_ready=was_ready)
 

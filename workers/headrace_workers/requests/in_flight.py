@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
-import redis
 import structlog
 
 from headrace_broker.keys import ALL_STEPS
 from headrace_broker.results import ErrorInfo
 from headrace_broker.server.connections import REDIS_ERRORS
+from headrace_broker.server.stream_table import MAIN
 from headrace_broker.streams.listeners import Listeners
-from headrace_broker.streams.writer import Attempt, StreamWriter, WriteOutcome
+from headrace_broker.streams.writer import Attempt, WriteOutcome
 from headrace_engine.api.input_processor import request_of_choice
 from headrace_engine.core.outputs import EngineCoreOutputs, StepStats
 from headrace_engine.errors import is_caused_by_request
@@ -29,8 +29,10 @@ from headrace_workers.engine_link.supervisor import EngineSupervisor
 from headrace_workers.requests.engine_outputs import JobOutput, OutputReader
 from headrace_workers.requests.isolation import Isolation
 from headrace_workers.requests.job import CoreRequest, Job, Result
+from headrace_workers.requests.publisher import Publishers
 from headrace_workers.requests.settlement import CANCELLED, EXPIRED, Settlement
-from headrace_workers.requests.streams import ListenerWatch, Publisher
+from headrace_workers.requests.stream_homes import StreamHomes
+from headrace_workers.requests.streams import ListenerWatch
 from headrace_workers.requests.tracing import RequestTracing
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
@@ -52,8 +54,7 @@ class InFlight:
 
     def __init__(
         self,
-        client: "redis.Redis",
-        writer: StreamWriter,
+        homes: StreamHomes,
         supervisor: EngineSupervisor,
         settlement: Settlement,
         metrics: Metrics,
@@ -61,12 +62,12 @@ class InFlight:
         max_num_seqs: int,
         publish_interval: float = 0.0,
     ) -> None:
-        self._writer = writer
+        self._homes = homes
         self._supervisor = supervisor
         self._settlement = settlement
         self._metrics = metrics
         self._tracing = tracing
-        self._publisher = Publisher(writer, metrics)
+        self._publishers = Publishers(homes, metrics)
         self._max_num_seqs = max_num_seqs
         self._num_reserved = min(max(1, max_num_seqs // _RESERVED_SHARE), max_num_seqs - 1)
         """Number of reserved slots. A request with more choices is large, and leaves these slots to others."""
@@ -78,8 +79,10 @@ class InFlight:
         """Caches; None: count again. The event loop reads the numbers in each turn, and they seldom change."""
         self._next_step: dict[str, int] = {}
         """Request id -> number of its choices that the engine got while it computed a step."""
-        self.isolation = Isolation(writer)
-        self._listeners = ListenerWatch(Listeners(client))
+        self.isolation = Isolation(homes)
+        self._listeners = ListenerWatch(Listeners(homes.client(MAIN)))
+        self._other_listeners: dict[str, ListenerWatch] = {}
+        """By home on another server than the main one."""
         self._publish_interval = publish_interval
         self.num_tokens_published = 0
         """Tokens of prompts and outputs since the start of the worker, counted once they are published."""
@@ -102,7 +105,8 @@ class InFlight:
         if self._overdue_timer is not None:  # Celery may have cancelled it
             self._overdue_timer.cancel()
             self._await_overdue(self._publish_interval)
-        self._listeners.redis_was_away()
+        for watch in (self._listeners, *self._other_listeners.values()):
+            watch.redis_was_away()
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -120,7 +124,7 @@ class InFlight:
     @property
     def is_idle(self) -> bool:
         """Whether nothing runs and nothing is left to write."""
-        return not (self._jobs or self._ending or len(self._publisher))
+        return not (self._jobs or self._ending or len(self._publishers))
 
     def _slots_changed(self) -> None:
         self._slots_used = self._split_below = None
@@ -174,7 +178,7 @@ class InFlight:
         self._jobs[job.request_id] = job
         self._slots_changed()
         self._metrics.request_started()
-        if job.attempt > 1:
+        if job.continues:
             logger.info("request continues", **job.log_fields, **{f"resumed_{job.UNIT}": job.num_done})
         job.celery_request.on_accepted(self._supervisor.pid, time.monotonic())
         if deadline is not None:
@@ -182,7 +186,7 @@ class InFlight:
             job.timers.append(self._hub.call_later(delay, partial(self._expire, job)))
         if job.num_unfinished and job.begun_with is not None:
             self._end_of_other_model(job)
-        elif job.num_unfinished and self._listeners.is_abandoned(job):
+        elif job.num_unfinished and self._listeners_at(job.home).is_abandoned(job):
             self._abandon(job)
         elif job.num_unfinished:
             self._note_changed_draws(job, job.drawn_with)
@@ -208,7 +212,7 @@ class InFlight:
     def revoke(self, job: Job) -> None:
         """Do as `end`, for a request that Celery has revoked. Celery stores its own result."""
         self._publish_unshown(job, self._abort(job))
-        self._publisher.add(job.end("cancelled", CANCELLED))
+        self._publishers.of(job.home).add(job.end("cancelled", CANCELLED))
         self._settlement.finish_revoked(job)
         self.flush()
 
@@ -227,16 +231,17 @@ class InFlight:
     ) -> None:
         """Return a job's message to the queue and extend the lifetime of its stream."""
         self._forget(job)
-        if not self._publisher.is_refused:
+        if not self._publishers.is_refused(job.home):
             try:
-                self._writer.keep(job.request_id)
+                with self._homes.writing(job.home) as writer:
+                    writer.keep(job.request_id)
             except REDIS_ERRORS as failure:
                 logger.warning("stream lifetime not extended", **job.log_fields, error=type(failure).__name__)
         self._metrics.message_returned(reason)
         job.celery_request.requeue(is_counted=is_counted, is_preempted=is_preempted)
 
     def _forget(self, job: Job) -> None:
-        self._publisher.drop(job.key)
+        self._publishers.of(job.home).drop(job.key)
         self._tracing.end(job, None)
         self._metrics.request_requeued()
 
@@ -245,11 +250,24 @@ class InFlight:
             self.end(job, "expired", EXPIRED)
 
     def _end_abandoned(self) -> None:
-        if self._publisher.is_refused:
-            self._listeners.redis_was_away()
-            return
-        for job in self._listeners.abandoned(self._jobs.values()):
-            self._abandon(job)
+        by_home: dict[str, list[Job]] = {home: [] for home in (MAIN, *self._other_listeners)}
+        for job in self:
+            by_home.setdefault(job.home, []).append(job)
+        for home, jobs in by_home.items():
+            watch = self._listeners_at(home)
+            if self._publishers.is_refused(home):
+                watch.redis_was_away()
+                continue
+            for job in watch.abandoned(jobs):
+                self._abandon(job)
+
+    def _listeners_at(self, home: str) -> ListenerWatch:
+        if home == MAIN:
+            return self._listeners
+        if home not in self._other_listeners:
+            listeners = Listeners(self._homes.client(home), home)
+            self._other_listeners[home] = ListenerWatch(listeners, when_failed=partial(self._homes.failed, home))
+        return self._other_listeners[home]
 
     def _abandon(self, job: Job) -> None:
         logger.info("request abandoned", **job.log_fields)
@@ -286,7 +304,7 @@ class InFlight:
     def _publish_unshown(self, job: Job, last: Any | None) -> None:
         if last is not None:
             publication = Publication()
-            self._publisher.add(*job.publish_unshown(last, publication))
+            self._publishers.of(job.home).add(*job.publish_unshown(last, publication))
             self._count(publication)
 
     # -- the engine's life ----------------------------------------------------------------------------------------
@@ -448,9 +466,9 @@ class InFlight:
         """Record a request's new output and add it to its stream."""
         job = self._jobs[output.request_id]
         had_token = job.first_token_at is not None
-        self._publisher.add(*job.publish(output.output, now, publication))
+        self._publishers.of(job.home).add(*job.publish(output.output, now, publication))
         if job.first_token_at is not None and not had_token:
-            since = None if job.queued_at is None or job.attempt > 1 else now - job.queued_at
+            since = None if job.queued_at is None or job.continues else now - job.queued_at
             prefill = None if job.admitted_at is None else now - job.admitted_at
             self._metrics.first_token(since, now - job.received_at, prefill, trace_id=job.trace_id)
         if job.num_choices > 1:  # one of them may have ended
@@ -469,25 +487,26 @@ class InFlight:
 
     def _complete(self, job: Job, outcome: FinishReason, error: ErrorInfo | None = None) -> None:
         """End the job's stream. The job is settled once Redis has that end."""
-        self._publisher.add(job.end(outcome, error))
+        self._publishers.of(job.home).add(job.end(outcome, error))
         self._ending[job.key] = job, outcome, job.result(error)
 
     def flush(self, *, retry: bool = False) -> None:
         """Write pending entries, settle jobs whose end is written, and stop jobs whose stream refuses an entry.
 
-        After a failure nothing is written until a call with `retry`.
+        After a failure of a server nothing is written to it until a call with `retry`.
         """
-        refused = self._publisher.flush(retry=retry)
-        if refused is None:  # the heartbeat tries again
-            self._settlement.on_refused(self._publisher.refusal or "")
-            return
+        flushed = self._publishers.flush(retry=retry)
+        if MAIN in flushed.behind:  # the heartbeat tries again
+            self._settlement.on_refused(self._publishers.refusal or "")
         ended, self._ending = self._ending, {}
         for key, (job, outcome, result) in ended.items():
-            if key in refused:
-                self._refused(job, refused[key])
+            if key in flushed.refused:
+                self._refused(job, flushed.refused[key])
+            elif key in flushed.unwritten:
+                self._ending[key] = job, outcome, result
             else:
                 self._settlement.finish(job, outcome, result)
-        for key, why in refused.items():
+        for key, why in flushed.refused.items():
             running = self._jobs.get(key[0])
             if running is not None and running.key == key:  # ignore refused entries of an older attempt
                 self._abort(running)
@@ -505,6 +524,23 @@ class InFlight:
         else:
             self._settlement.finish_refused(job, is_gone=why is WriteOutcome.GONE)
 
+    def _return_of(self, home: str) -> None:
+        """Return the requests of a stream server to the queue.
+
+        Too many of their entries wait for it, or it has lost their streams: then the next worker ends them.
+        """
+        jobs = [job for job in self if job.home == home]
+        ended = [job for job, _, _ in self._ending.values() if job.home == home]
+        self._publishers.of(home).drop_all()
+        if not jobs and not ended:
+            return
+        logger.warning("requests of a stream server returned", stream_server=home, requests=len(jobs) + len(ended))
+        for job in ended:
+            del self._ending[job.key]
+            self._return_to_queue(job, "redis")
+        for job in reversed(jobs):  # each goes to the front, so the last one goes first
+            self.requeue(job, "redis")
+
     def publish_held_back(self) -> None:
         """Write held-back output, so that a preempted request does not generate it twice."""
         try:
@@ -516,7 +552,11 @@ class InFlight:
 
     def heartbeat(self) -> None:
         """Retry failed writes and records, and end abandoned requests. Call it once a second."""
+        for home in self._homes.newly_lost():
+            self._return_of(home)
         self.flush(retry=True)
+        for home in self._publishers.overfull():
+            self._return_of(home)
         self.isolation.record(self._jobs.values())
         self._end_abandoned()
         self._feed()

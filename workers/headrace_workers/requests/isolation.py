@@ -9,8 +9,8 @@ import logging
 from collections.abc import Collection, Iterable
 
 from headrace_broker.server.connections import REDIS_ERRORS
-from headrace_broker.streams.writer import StreamWriter
 from headrace_workers.requests.job import Job
+from headrace_workers.requests.stream_homes import StreamHomes
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +25,8 @@ Rows of a pooling model count as tokens.
 class Isolation:
     """Decides which requests may be in the engine. It logs Redis errors and decides without Redis."""
 
-    def __init__(self, writer: StreamWriter) -> None:
-        self._writer = writer
+    def __init__(self, homes: StreamHomes) -> None:
+        self._homes = homes
         self._unrecorded: set[Job] = set()
         """Jobs whose number of engine losses is not in Redis yet."""
         self.alone: Job | None = None
@@ -57,12 +57,17 @@ class Isolation:
         self._unrecorded.intersection_update(jobs)
         if not self._unrecorded:
             return
-        try:
-            self._writer.record_engine_losses({job.request_id: job.engine_losses for job in self._unrecorded})
-        except REDIS_ERRORS as error:
-            logger.warning("engine loss not recorded yet for %d request(s): %s", len(self._unrecorded), error)
-        else:
-            self._unrecorded.clear()
+        by_home: dict[str, list[Job]] = {}
+        for job in self._unrecorded:
+            by_home.setdefault(job.home, []).append(job)
+        for home, there in by_home.items():
+            try:
+                with self._homes.writing(home) as writer:
+                    writer.record_engine_losses({job.request_id: job.engine_losses for job in there})
+            except REDIS_ERRORS as error:
+                logger.warning("engine loss not recorded yet for %d request(s): %s", len(there), error)
+            else:
+                self._unrecorded.difference_update(there)
 
     def admits(self, job: Job) -> bool:
         """Return whether a new request goes to the engine at once."""
@@ -98,7 +103,8 @@ class Isolation:
         """Reset a suspect's engine losses, so that any worker may run it with others."""
         job.engine_losses = 0
         try:
-            self._writer.forget_engine_losses(job.request_id)
+            with self._homes.writing(job.home) as writer:
+                writer.forget_engine_losses(job.request_id)
         except REDIS_ERRORS as error:
             logger.warning("engine losses not reset in Redis, the request will run alone again: %s", error)
 

@@ -36,8 +36,12 @@ class Job(ABC):
 
     celery_request: CeleryRequest
     attempt: int
+    continues: bool = False
+    """Whether an earlier attempt had begun. The number does not tell: it also counts leases that began none."""
     queued_at: float | None
     """When the message became available to workers, by the monotonic clock; None if unknown."""
+    home: str = ""
+    """Name of the server of its stream; '' for the main server."""
     tenant: str | None = None
     abandon_after: float | None = None
     """Seconds without a subscriber heartbeat after which the request is cancelled."""

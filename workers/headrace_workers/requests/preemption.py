@@ -2,8 +2,9 @@
 
 Priorities are compared by the steps of the queue's lists (`keys.PRIORITY_STEPS`). 0 is the highest. Requests of one
 step do not preempt each other. The step is the one that a request was sent with: ageing changes only its place in
-the queue. One worker takes the request of higher priority from the queue first, and preempts others when that request
-is prepared. So no two workers preempt for the same request.
+the queue. A request that had to start by its due time counts as one of step 3, if it was sent with a lower priority.
+One worker takes the request of higher priority from the queue first, and preempts others when that request is prepared.
+So no two workers preempt for the same request.
 """
 
 import structlog

@@ -30,10 +30,10 @@ def failed_answer(task_name: str | None, request_id: str, error: ErrorInfo) -> d
     return GenerateResult(request_id, [], None, error).to_wire()
 
 
-def recorded_usage(entries: Sequence[StreamEvent]) -> Usage | None:
-    """Return the usage that the entries of a stream show; None if they have no output."""
+def recorded_usage(entries: Sequence[StreamEvent]) -> Usage:
+    """Return the usage that the entries of a stream show; zeros if they have no output."""
     num_tokens = sum(len(entry.token_ids) for entry in entries if isinstance(entry, ChunkEvent))
     if not num_tokens and not any(isinstance(entry, RowsEvent) for entry in entries):
-        return None
+        return Usage(0, 0, 0)
     prompt_tokens = max((entry.prompt_tokens or 0 for entry in entries if isinstance(entry, StartEvent)), default=0)
     return Usage(prompt_tokens, 0, num_tokens)

@@ -13,6 +13,7 @@ from headrace_monitoring.labels import WorkerState
 from headrace_monitoring.metrics import Metrics
 from headrace_workers.engine_link.adapters import Adapters
 from headrace_workers.preparation.answer_formats import AnswerFormats
+from headrace_workers.preparation.callback_rules import CallbackRules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class ServedModel:
     """Let requests reuse cached prefixes of other tenants' prompts."""
     answer_formats: AnswerFormats = field(default_factory=AnswerFormats)
     """The formats in which the model writes tool calls and reasoning, for clients."""
+    callback_rules: CallbackRules = field(default_factory=CallbackRules)
+    """Which links of messages are served."""
 
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)

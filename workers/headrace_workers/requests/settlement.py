@@ -15,10 +15,12 @@ import structlog
 from headrace_broker.content import answer_type
 from headrace_broker.errors import MalformedEntryError
 from headrace_broker.queue.dead_letters import DeadLetter
-from headrace_broker.results import ErrorInfo, Usage
+from headrace_broker.queue.worker_port import DeliveryInfo
+from headrace_broker.results import ErrorInfo
 from headrace_broker.server.connections import REDIS_ERRORS, is_fault_of_server
+from headrace_broker.server.stream_table import MAIN
 from headrace_broker.streams.events import EndEvent, StreamEvent
-from headrace_broker.streams.writer import Ending, StreamClaim, StreamWriter
+from headrace_broker.streams.writer import Ending, StreamClaim
 from headrace_monitoring.metrics import SERVED, Metrics
 from headrace_wire.codes import DeadLetterReason, ErrorCode, FinishReason
 from headrace_workers.preparation.celery_request import CeleryRequest
@@ -26,6 +28,7 @@ from headrace_workers.preparation.intake import MALFORMED, Incoming, tenant_of
 from headrace_workers.requests.finisher import Finisher
 from headrace_workers.requests.job import Job, Result
 from headrace_workers.requests.recorded_answers import failed_answer, recorded_answer, recorded_usage
+from headrace_workers.requests.stream_homes import StreamHomes
 from headrace_workers.requests.tracing import RequestTracing
 
 logger: structlog.stdlib.BoundLogger = structlog.stdlib.get_logger(__name__)
@@ -44,20 +47,23 @@ class Settlement:
         store_result: stores a result without Celery's task. Takes request id, result and content type; called on the
             finisher's thread.
         on_refused: called with the reason when Redis refuses a write of the worker.
+        call_back_dead: sends the errbacks of a dead letter; called on the finisher's thread.
     """
 
     def __init__(
         self,
-        writer: StreamWriter,
+        homes: StreamHomes,
         metrics: Metrics,
         store_result: StoreResult,
         tracing: RequestTracing,
         on_refused: Callable[[str], None],
+        call_back_dead: Callable[[DeadLetter], None] = lambda _letter: None,
     ) -> None:
-        self._writer = writer
+        self._homes = homes
         self._metrics = metrics
         self._tracing = tracing
         self._store_result = store_result
+        self._call_back_dead = call_back_dead
         self._finisher = Finisher()
         self._hub: Any = None
         self._unended: dict[str, Callable[[], None]] = {}
@@ -108,7 +114,8 @@ class Settlement:
         logger.warning("stream deleted under a running request", **job.log_fields)
         self._metrics.stream_gone()
         try:
-            self._writer.mark_gone(job.request_id)  # so that a later subscriber does not wait for it
+            with self._homes.writing(job.home) as writer:
+                writer.mark_gone(job.request_id)  # so that a later subscriber does not wait for it
         except REDIS_ERRORS as failure:
             logger.warning("stream not marked as gone", **job.log_fields, error=type(failure).__name__)
         self.finish(job, "expired", job.result(_GONE))
@@ -126,7 +133,7 @@ class Settlement:
         if ended.finish_reason == "cancelled":
             self._metrics.request_refused("cancelled", tenant_of(celery_request))
         result = recorded_answer(celery_request.task_name, celery_request.id, claim.entries, ended)
-        celery_request.cost(_tokens_of(ended.usage or recorded_usage(claim.entries)))
+        celery_request.cost(ended.usage or recorded_usage(claim.entries))
         self._finish(celery_request, partial(celery_request.finish, result))
 
     def refuse(self, incoming: Incoming, error: ErrorInfo, celery_request: CeleryRequest) -> None:
@@ -138,23 +145,54 @@ class Settlement:
         result = failed_answer(celery_request.task_name, incoming.request_id, error)
         self._finish(celery_request, partial(celery_request.finish, result))
 
+    def finish_lost(self, celery_request: CeleryRequest) -> None:
+        """End a request whose stream has been lost with its server. Its tokens must not be generated again unseen."""
+        lost = celery_request.delivery.lost
+        logger.warning("stream lost", request_id=celery_request.id, stream_server=lost)
+        message = f"the stream server {lost} lost the request's stream: send the request again under a new id"
+        error = ErrorInfo(ErrorCode.STREAM_LOST, message)
+        if not self._end_stream_of(celery_request, "error", error):
+            return
+        self._metrics.request_refused("error", tenant_of(celery_request))
+        result = failed_answer(celery_request.task_name, celery_request.id, error)
+        self._finish(celery_request, partial(celery_request.finish, result))
+
     def reject_duplicate(self, request_id: str, celery_request: CeleryRequest) -> None:
         """Dead-letter a message whose request id belongs to another message. The other one is not affected."""
         logger.warning("request id belongs to another message", request_id=request_id)
         celery_request.dead_letter(DeadLetterReason.DUPLICATE_ID)
 
     def return_to_queue(self, celery_request: CeleryRequest, error: Exception) -> None:
-        """Return a request whose stream Redis refused. The delivery counts unless the server is at fault."""
-        is_own = self._is_own_fault(error)
+        """Return a request whose stream Redis refused. The delivery counts unless the server is at fault.
+
+        A request whose stream server is away keeps its place, and the worker continues with other requests.
+        """
+        home = self._home_of(celery_request)
+        is_own = not self._is_fault_of(home, error)
+        if home != MAIN and not is_own:
+            delay = self._homes.delay(home)
+            logger.warning("request postponed", request_id=celery_request.id, seconds=delay, error=str(error))
+            self._metrics.message_returned("redis")
+            celery_request.postpone(delay, keeps_place=True)
+            return
+        self._requeue(celery_request, error, is_own=is_own)
+
+    def _home_of(self, celery_request: CeleryRequest) -> str:
+        return self._homes.servers.home_at(celery_request.delivery.home, celery_request.id)
+
+    def _is_fault_of(self, home: str, error: Exception) -> bool:
+        """Return whether Redis refused a stream for another reason than that stream."""
+        if self._homes.is_away(home) or is_fault_of_server(error):
+            self._homes.failed(home, error)
+            return True
+        return not self._homes.writer(home).takes_writes()
+
+    def _requeue(self, celery_request: CeleryRequest, error: Exception, *, is_own: bool) -> None:
         logger.warning("request returned to the queue", request_id=celery_request.id, error=str(error))
         self._metrics.message_returned("stream_refused" if is_own else "redis")
         celery_request.requeue(is_counted=is_own)
         if not is_own:
             self._pause(error)
-
-    def _is_own_fault(self, error: Exception) -> bool:
-        """Return whether Redis refused a stream because of that stream."""
-        return not is_fault_of_server(error) and self._writer.takes_writes()
 
     def _pause(self, error: Exception) -> None:
         """Take no messages until the next heartbeat, as Redis refuses to serve."""
@@ -162,18 +200,26 @@ class Settlement:
         self.on_refused(str(error))
 
     def refuse_malformed(
-        self, request_id: str, content: str, why: str = MALFORMED, content_type: object = None
+        self, request_id: str, delivery: DeliveryInfo, why: str = MALFORMED, content_type: object = None
     ) -> None:
         """Answer a message that Celery could not read. The consumer rejects the message."""
         self._metrics.request_refused("rejected")
         error = ErrorInfo(ErrorCode.INVALID_REQUEST, why)
-        self._end_stream(request_id, "rejected", error, content, answer_type(content_type))
+        self._end_stream(request_id, delivery.home, "rejected", error, delivery.content, answer_type(content_type))
 
     def dead_letter(self, letter: DeadLetter) -> None:
         """Answer a message that became a dead letter, for clients that wait for its stream or result."""
         self._metrics.dead_lettered(letter.reason)
         if letter.answered_id is not None:
-            self._end_stream(letter.answered_id, "error", letter.error, letter.content, letter.content_type)
+            about = (letter.error, letter.content, letter.content_type)
+            self._end_stream(letter.answered_id, letter.home, "error", *about)
+            self._finisher.submit(
+                partial(self._call_back_dead, letter),
+                on_failure=lambda error: logger.error(
+                    "errbacks of a dead letter lost", request_id=letter.answered_id, error=str(error)
+                ),
+                request_id=letter.answered_id,
+            )
 
     def revoked_in_queue(self, celery_request: CeleryRequest, reason: str, announce: Callable[[], None]) -> None:
         """Finish a request that Celery dropped before it began: it was revoked, or its deadline had passed."""
@@ -189,10 +235,11 @@ class Settlement:
         Returns False, with the message settled, if the caller must not answer: the stream had ended, belongs to
         another message, or Redis refuses it.
         """
-        request_id = celery_request.id
+        request_id, delivery = celery_request.id, celery_request.delivery
         try:
-            ending = self._writer.end_unclaimed(request_id, finish_reason, error, celery_request.delivery.content)
-            entries = [] if ending is Ending.OF_ANOTHER_MESSAGE else self._writer.recorded(request_id)
+            with self._homes.writing(self._home_of(celery_request)) as writer:
+                ending = writer.end_unclaimed(request_id, finish_reason, error, delivery.content)
+                entries = [] if ending is Ending.OF_ANOTHER_MESSAGE else writer.recorded(request_id)
         except MalformedEntryError:
             entries = []
         except REDIS_ERRORS as failure:
@@ -203,7 +250,7 @@ class Settlement:
         elif ending is Ending.HAD_ENDED:
             self._finish_recorded(celery_request, entries)
         else:
-            celery_request.cost(_tokens_of(recorded_usage(entries)))
+            celery_request.cost(recorded_usage(entries))
         return ending is Ending.WRITTEN
 
     def _finish_recorded(self, celery_request: CeleryRequest, entries: Sequence[StreamEvent]) -> None:
@@ -214,27 +261,31 @@ class Settlement:
             celery_request.requeue(is_counted=True)
             return
         result = recorded_answer(celery_request.task_name, celery_request.id, entries, ended)
-        celery_request.cost(_tokens_of(ended.usage or recorded_usage(entries)))
+        celery_request.cost(ended.usage or recorded_usage(entries))
 
         def finish() -> None:
             self._store_result(celery_request.id, result, celery_request.content_type)
+            celery_request.call_back(result)
             celery_request.on_success((False, "", 0.0))
 
         self._finish(celery_request, finish)
 
     def _end_stream(
-        self, request_id: str, finish_reason: str, error: ErrorInfo, content: str, content_type: str
+        self, request_id: str, home: str, finish_reason: str, error: ErrorInfo, content: str, content_type: str
     ) -> None:
         """End the stream of a message that Celery does not know, and store the result. Do neither if it had ended."""
+        home = self._homes.servers.home_at(home, request_id)
         try:
-            ending = self._writer.end_unclaimed(request_id, finish_reason, error, content)
+            with self._homes.writing(home) as writer:
+                ending = writer.end_unclaimed(request_id, finish_reason, error, content)
         except (*REDIS_ERRORS, UnicodeError) as failure:  # the id of a malformed message may be invalid Unicode
             logger.warning("stream not ended", error=type(failure).__name__)
-            if not isinstance(failure, UnicodeError) and not self._is_own_fault(failure):
+            if not isinstance(failure, UnicodeError) and self._is_fault_of(home, failure):
                 self._unended[request_id] = partial(
-                    self._end_stream, request_id, finish_reason, error, content, content_type
+                    self._end_stream, request_id, home, finish_reason, error, content, content_type
                 )
-                self._pause(failure)
+                if home == MAIN:
+                    self._pause(failure)
                 return
             ending = Ending.HAD_ENDED
         self._unended.pop(request_id, None)
@@ -248,7 +299,7 @@ class Settlement:
 
         def not_stored(error: Exception) -> None:
             if isinstance(error, REDIS_ERRORS) and is_fault_of_server(error):
-                self.return_to_queue(celery_request, error)
+                self._requeue(celery_request, error, is_own=False)
                 return
             self._metrics.message_returned("result_not_stored")
             celery_request.let_go()
@@ -272,9 +323,5 @@ class Settlement:
             decoded_tokens=job.num_decoded_tokens,
             trace_id=job.trace_id,
         )
-        job.celery_request.cost(_tokens_of(usage))
+        job.celery_request.cost(usage)
         self._finish(job.celery_request, finish, attempt=job.attempt)
-
-
-def _tokens_of(usage: Usage | None) -> int:
-    return 0 if usage is None else usage.prompt_tokens + usage.completion_tokens

@@ -257,7 +257,7 @@ EXPORT_LAYOUT(decoder_step, FIELD(decoder_step, kernels), FIELD(decoder_step, la
               FIELD(decoder_step, num_wanted), FIELD(decoder_step, cache_bytes), FIELD(decoder_step, wanted_attention));
 EXPORT_LAYOUT(linear_args, FIELD(linear_args, dtype), FIELD(linear_args, threads), FIELD(linear_args, spins),
               FIELD(linear_args, result), FIELD(linear_args, activation), FIELD(linear_args, in_features),
-              FIELD(linear_args, out_features), FIELD(linear_args, driver), FIELD(linear_args, num_segments),
+              FIELD(linear_args, out_features), FIELD(linear_args, driver), FIELD(linear_args, num_segments), FIELD(linear_args, input_bytes),
               FIELD(linear_args, rows), FIELD(linear_args, x_stride), FIELD(linear_args, out_stride),
               FIELD(linear_args, x), FIELD(linear_args, weight), FIELD(linear_args, bias), FIELD(linear_args, out),
               FIELD(linear_args, norm_weight), FIELD(linear_args, norm_eps), FIELD(linear_args, scale), FIELD(linear_args, segments), FIELD(linear_args, order),

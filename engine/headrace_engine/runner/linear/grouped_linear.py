@@ -1,7 +1,8 @@
 """Linear layers and embeddings whose weights stay in groups of few bits.
 
-In bfloat16, products are computed by integers. Inputs are rounded to 8 bits with a scale for each 32, as in llama.cpp.
-In float32, weights are unpacked panel by panel. Results equal those of `NativeLinear` on the dequantised weights.
+In bfloat16, products are computed by integers. Inputs are rounded with a scale for each 32: to 8 bits for GGUF files,
+as in llama.cpp, and to 16 bits for formats that only quantise weights. In float32, weights are
+unpacked panel by panel. Results equal those of `NativeLinear` on the dequantised weights.
 """
 
 import ctypes
@@ -42,7 +43,8 @@ class GroupedLinear(NativeLinear, QuantisedLinear):
         bias: [out_features], or None. It may be loaded later.
         dtype: the type of inputs and outputs.
         batch_invariant: compute any number of rows by integers. Otherwise the matrix tiles of a processor compute steps
-            of 64 rows and more from unpacked weights, which is faster and not rounded to 8 bits.
+            of 32 rows and more from unpacked weights, which is faster and rounds no inputs: of 16 rows and more
+            where inputs are rounded to 16 bits.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class GroupedLinear(NativeLinear, QuantisedLinear):
             out_features=self.out_features,
             driver=driver,
             num_segments=len(self.weights),
+            input_bytes=max(weight.input_bytes for weight in self.weights),
             weight=self.weights[0].strips.data_ptr(),
             segments=ctypes.addressof(self._segments),
             bias=None if self.bias is None else self.bias.data_ptr(),

@@ -11,6 +11,7 @@ import torch
 from headrace_engine.runner.linear import native_linear
 from headrace_engine.runner.native import native_library
 from headrace_engine.runner.native.huge_pages import HugePages
+from headrace_wire.errors import CopyableError
 
 _PAGES = HugePages()
 _COLUMNS = 16  # outputs of a strip
@@ -64,7 +65,7 @@ def integer_block(group: int) -> int | None:
     return 128 if group % 128 == 0 else 32
 
 
-class BadScaleError(ValueError):
+class BadScaleError(CopyableError, ValueError):
     """A scale is infinite or not a number."""
 
     def __init__(self, row: int) -> None:
@@ -80,6 +81,7 @@ class GroupedWeight:
         blocks: [out_features, bytes of a row], the rows of the file.
         order: the row of the file for each output. None: the same order.
         inputs: int32 [in_features], the input of the layer for each column of the file. None: the same order.
+        input_bytes: that an input is rounded to in products by integers, 1 or 2.
         release: called with rows that are packed. It may release their memory.
 
     Raises:
@@ -93,12 +95,14 @@ class GroupedWeight:
         order: np.ndarray[Any, Any] | None = None,
         *,
         inputs: torch.Tensor | None = None,
+        input_bytes: int = 1,
         release: Callable[[Bytes], None] | None = None,
     ) -> None:
         assert blocks.dtype == np.uint8
         assert blocks.flags.c_contiguous
         self.format = kind
         self.inputs = inputs
+        self.input_bytes = input_bytes
         self.out_features = blocks.shape[0]
         self.in_features = blocks.shape[1] // kind.file_bytes * kind.block_inputs
         self.strips = _PAGES.empty((self._bytes(self.out_features),), torch.uint8)

@@ -30,14 +30,18 @@
 #endif
 #define PANEL (VECTORS * LANES)
 #define LINE 64 /* bytes of a cache line */
-#define FEW_ROWS 64
-#define INTEGER_ROWS 512 /* that the integer driver rounds at once: they limit its scratch space */
+#define FEW_ROWS 32
+#define INTEGER_ROWS 512 /* of int8 that the integer driver makes at once: they limit its scratch space */
 
 #include "linear_grouped.h"
 
+/* Rows of int8 that a row of inputs is rounded to. */
+static inline int rounded_rows(const linear_args *a) { return a->input_bytes == 2 ? 2 : 1; }
+
 /* Whether grouped weights are multiplied by integers. */
 static inline int by_integers(const linear_args *a) {
-    return a->driver == INTEGERS || (a->driver == INTEGERS_FOR_FEW && (a->rows < FEW_ROWS || !matrix_tiles_enabled));
+    int is_few = a->rows * rounded_rows(a) < FEW_ROWS || !matrix_tiles_enabled;
+    return a->driver == INTEGERS || (a->driver == INTEGERS_FOR_FEW && is_few);
 }
 
 static inline __attribute__((always_inline)) void
@@ -171,11 +175,11 @@ typedef struct {
 } division;
 
 static division divide(const linear_args *a) {
-    division d = {.tile_rows = by_integers(a) ? INTEGER_TILE : by_tiles(a) ? TILE_ROWS : TILE, .panels = num_panels(a)};
+    division d = {.tile_rows = by_integers(a) ? INTEGER_TILE / rounded_rows(a) : by_tiles(a) ? TILE_ROWS : TILE, .panels = num_panels(a)};
     d.row_floats = by_integers(a) ? quantised_floats(a) : by_tiles(a) ? pairs_in_tiles(a->in_features) : row_floats(a);
     d.tiles = (a->rows + d.tile_rows - 1) / d.tile_rows;
     /* At least one tile: the last layer has no rows in a step that ends within all prompts. */
-    d.block_tiles = by_integers(a) ? d.tiles + !d.tiles : by_tiles(a) ? max_matrix_tiles(d.row_floats) : max_vector_tiles(d.row_floats, d.tiles);
+    d.block_tiles = by_integers(a) ? d.tiles + !d.tiles : by_tiles(a) ? max_matrix_tiles(a, d.row_floats) : max_vector_tiles(d.row_floats, d.tiles);
     d.blocks = (d.tiles + d.block_tiles - 1) / d.block_tiles;
     d.queues = d.blocks > 1 ? d.blocks : a->threads;
     /* Enough groups to balance threads of different speed. */
@@ -193,7 +197,7 @@ static void pack_into_block(const linear_args *a, const division *d, float *pack
 }
 
 /* Multiplies all unclaimed groups of a queue. `packed` is the space for its block; a single block is packed already. `unpacked` is
- * the space for a panel of grouped weights. */
+ * the space for a part of a panel of grouped weights. */
 static void multiply_queue(const linear_args *a, const division *d, float *packed, float *unpacked, int64_t queue, int *claimed) {
     int is_packed = d->blocks == 1;
     int64_t block = is_packed ? 0 : queue, first = d->tiles * block / d->blocks, last = d->tiles * (block + 1) / d->blocks;
@@ -220,16 +224,16 @@ static inline int64_t packed_floats(const linear_args *a, const division *d) {
     return d->blocks > 1 ? a->threads * own_floats(d) : d->tiles * d->tile_rows * d->row_floats;
 }
 
-/* Floats that one thread unpacks a panel into, for matrix tiles. */
+/* Floats that one thread unpacks a part of a panel into, for matrix tiles. */
 static inline int64_t unpacked_floats(const linear_args *a) {
-    return a->segments && by_tiles(a) ? panel_bytes(a) / (int64_t)sizeof(float) : 0;
+    return a->segments && by_tiles(a) ? MAX_GROUPED_PART * TILE_INPUTS / 2 * PANEL : 0;
 }
 
 /* Returns the arguments for the rows from `first` on that are computed at once. */
 static linear_args rows_at_once(const linear_args *a, int64_t first) {
     int64_t left = a->rows - first, element = a->dtype == FLOAT32 ? 4 : 2;
     linear_args part = *a;
-    part.rows = by_integers(a) && left > INTEGER_ROWS ? INTEGER_ROWS : left;
+    part.rows = by_integers(a) && left > INTEGER_ROWS / rounded_rows(a) ? INTEGER_ROWS / rounded_rows(a) : left;
     part.x = (const char *)a->x + first * a->x_stride * element;
     part.out = (char *)a->out + first * a->out_stride * element;
     return part;
@@ -329,7 +333,7 @@ void headrace_pack_weight(int dtype, int threads, int gated, int in, int out, co
 
 EXPORT_LAYOUT(linear_args, FIELD(linear_args, dtype), FIELD(linear_args, threads), FIELD(linear_args, spins),
               FIELD(linear_args, result), FIELD(linear_args, activation), FIELD(linear_args, in_features), FIELD(linear_args, out_features),
-              FIELD(linear_args, driver), FIELD(linear_args, num_segments),
+              FIELD(linear_args, driver), FIELD(linear_args, num_segments), FIELD(linear_args, input_bytes),
               FIELD(linear_args, rows), FIELD(linear_args, x_stride), FIELD(linear_args, out_stride),
               FIELD(linear_args, x), FIELD(linear_args, weight), FIELD(linear_args, bias), FIELD(linear_args, out),
               FIELD(linear_args, norm_weight), FIELD(linear_args, norm_eps), FIELD(linear_args, scale), FIELD(linear_args, segments), FIELD(linear_args, order),

@@ -27,6 +27,7 @@ typedef struct {
     int32_t activation; /* of the gate */
     int32_t in_features, out_features;
     int32_t driver, num_segments;
+    int32_t input_bytes; /* that an input is rounded to in products by integers: 1 or 2 */
     int64_t rows, x_stride, out_stride; /* strides in elements */
     const void *x, *weight, *bias;      /* bias: [out_features], or NULL */
     void *out;

@@ -34,6 +34,7 @@ static inline panel_place place_of(const linear_args *a, int index) {
 #if HAS_GROUPED
 #define PARTS (COLUMNS / LANES) /* vectors of a strip */
 #define WIDE_STEPS 64           /* inputs of a panel that are unpacked at once in float32 */
+#define STRIP_AHEAD 2048        /* bytes between the prefetch of weights and their use */
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 ALWAYS_INLINE f32x multiply_add(f32x a, f32x b, f32x c) {
@@ -116,30 +117,64 @@ ALWAYS_INLINE u32x load_quad(const block_format f, const uint8_t *codes, int par
     return low;
 }
 
-ALWAYS_INLINE u32x rounded_bits(f32x value) {
-    u32x bits = (u32x)value;
-    return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16; /* weights are finite */
+/* Codes as float32, with the offset of the format subtracted: an entry for each code of up to 5 bits. */
+typedef struct {
+    f32x values[2];
+} code_table;
+
+ALWAYS_INLINE code_table table_of(const block_format f) {
+    code_table t = {0};
+    for (int i = 0; i < 2 * LANES; i++)
+        t.values[i / LANES][i % LANES] = (float)((f.has_levels ? levels[i % 16] : i) - (f.scales == ZEROS ? 0 : f.offset));
+    return t;
+}
+
+/* Returns the values of byte `i` of a quad. Bits of `four` above a code of 4 or 5 bits may be set. */
+ALWAYS_INLINE f32x values_of(const block_format f, const code_table *t, u32x four, int i) {
+    u32x codes = four >> 8 * i;
+#ifdef __AVX512F__
+    if (f.bits == 4) return (f32x)_mm512_permutexvar_ps((__m512i)codes, (__m512)t->values[0]);
+    if (f.bits == 5) return (f32x)_mm512_permutex2var_ps((__m512)t->values[0], (__m512i)codes, (__m512)t->values[1]);
+#else
+    (void)t;
+    if (f.has_levels) codes = levels_of(codes & 255, 0);
+#endif
+    return __builtin_convertvector((i32x)(codes & 255) - (f.scales == ZEROS ? 0 : f.offset), f32x);
+}
+
+/* Stores pairs of bfloat16: out[LANES][2]. */
+ALWAYS_INLINE void store_pairs(float *out, f32x first, f32x second) {
+#if HAS_PAIRS
+    static const uint16_t order[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(_mm512_loadu_si512(order), halves));
+#else
+    (void)out, (void)first, (void)second; /* only matrix tiles read pairs */
+#endif
 }
 
 /* Unpacks groups of one strip to target[input][PANEL] in float32, or to target[pair][PANEL][2] in bfloat16. */
 ALWAYS_INLINE void unpack_strip(const block_format f, const uint8_t *strip, int from, int groups, float *target, int pairs) {
+    const code_table table = table_of(f);
     for (int group = from; group < from + groups; group++, target += (pairs ? GROUP / 2 : GROUP) * PANEL) {
         const uint8_t *codes = group_of(f, strip, group), *scales = codes + code_bytes(f), *head = head_of(f, strip, group);
+        for (int i = 0; i < group_bytes(f); i += LINE) __builtin_prefetch(codes + STRIP_AHEAD + i);
         for (int part = 0; part < PARTS; part++) {
             group_scales s = load_scales(f, head, scales, part);
-            i32x zero = f.scales == ZEROS ? s.zero : f.offset - (i32x){0};
+            f32x zero = f.scales == ZEROS ? __builtin_convertvector(s.zero, f32x) : (f32x){0};
             float *out = target + part * LANES;
 #pragma GCC unroll 8
             for (int quad = 0; quad < QUADS; quad++) {
                 u32x four = load_quad(f, codes, part, quad);
-                if (f.has_levels) four = levels_of(four, 0);
                 f32x scale = f.scales == K_HALVES ? s.d * s.scale[quad / (QUADS / 2)] : s.scale[0], value[4];
 #pragma GCC unroll 4
                 for (int i = 0; i < 4; i++) {
-                    f32x code = __builtin_convertvector((i32x)((four >> 8 * i) & 255) - zero, f32x);
+                    f32x code = values_of(f, &table, four, i);
+                    if (f.scales == ZEROS) code -= zero;
                     value[i] = adds(f) ? scale * code + s.added : scale * code;
                     if (!pairs) *(f32x *)(out + (quad * 4 + i) * PANEL) = value[i];
-                    else if (i % 2) *(u32x *)(out + (quad * 2 + i / 2) * PANEL) = rounded_bits(value[i - 1]) | rounded_bits(value[i]) << 16;
+                    else if (i % 2) store_pairs(out + (quad * 2 + i / 2) * PANEL, value[i - 1], value[i]);
                 }
             }
         }

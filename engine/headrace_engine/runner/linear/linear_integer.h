@@ -1,5 +1,6 @@
-/* Products of grouped weights by integers. Each row is rounded to int8 with a scale for each group. The sums of a group are exact
- * integers. The sums over groups are in float32, in the order of `in`, by the same operations on every processor. So the bits of a
+/* Products of grouped weights by integers. Each row is rounded to int8 with a scale for each group. With input_bytes = 2, what this
+ * leaves is rounded to a second row of int8, whose product is added: an error of 2^-8 of the largest input becomes one of 2^-16.
+ * The sums of a group are exact integers. The sums over groups are in float32, in the order of `in`, by the same operations on every processor. So the bits of a
  * result depend neither on the number of rows and threads nor on the instructions.
  *
  * The scheme is that of llama.cpp's Q8_0 activations. Rows are stored in tiles, [tiles][groups][rows of the tile].
@@ -15,23 +16,23 @@ typedef struct {
 #define INTEGER_TILE 4
 #endif
 #define BLOCK_ROWS 64 /* rows that are multiplied with one panel before the next */
-#define STRIP_AHEAD 2048 /* bytes between the prefetch of weights and their use */
 
-static inline int64_t quantised_floats(const linear_args *a) {
+/* Floats of a row of int8. */
+static inline int64_t rounded_floats(const linear_args *a) {
     return a->in_features / GROUP * (int64_t)(sizeof(quantised_group) / sizeof(float));
 }
 
+/* Floats of a row of inputs. */
+static inline int64_t quantised_floats(const linear_args *a) { return rounded_rows(a) * rounded_floats(a); }
+
 #if HAS_GROUPED
 /* Rounds a group. Its scale is the largest magnitude / 127. NaN and infinity give a scale of NaN. */
-static inline void quantise_group(const linear_args *a, int64_t from, int k, float norm, quantised_group *g) {
-    f32x x[GROUP / LANES];
+static inline void quantise_group(const f32x *x, quantised_group *g) {
     i32x largest = {0};
 #ifndef __AVX512F__
     __m256i rounded[GROUP / LANES];
 #endif
     for (int i = 0; i < GROUP / LANES; i++) {
-        x[i] = a->dtype == FLOAT32 ? load_inputs(a, from, k + i * LANES, norm, FLOAT32)
-                                   : load_inputs(a, from, k + i * LANES, norm, BFLOAT16);
         i32x bits = (i32x)x[i] & 0x7fffffff; /* ordered like magnitudes, NaN above all */
         largest = (bits & (bits > largest)) | (largest & ~(bits > largest));
     }
@@ -63,19 +64,40 @@ static inline void quantise_group(const linear_args *a, int64_t from, int k, flo
     g->halves[0] = (float)halves[0], g->halves[1] = (float)halves[1], g->sum = (float)(halves[0] + halves[1]);
 }
 
+/* Subtracts a rounded group from its inputs. */
+static inline void subtract_group(f32x *x, const quantised_group *g) {
+    for (int i = 0; i < GROUP / LANES; i++) {
+        f32x rounded;
+        for (int j = 0; j < LANES; j++) rounded[j] = g->x[i * LANES + j];
+        x[i] = multiply_add(broadcast(-g->scale), rounded, x[i]);
+    }
+}
+
 /* Rows of a tile in memory: a power of two. The rows after the last one are zeros. */
 static inline int stored_rows(int64_t left) { return left > 4 ? INTEGER_TILE : left > 2 ? 4 : (int)left; }
 
 static void quantise_tile(const linear_args *a, float *packed, int64_t tile) {
-    int64_t first = tile * INTEGER_TILE, left = a->rows - first;
-    int rows = stored_rows(left), groups = a->in_features / GROUP;
-    quantised_group *target = (quantised_group *)(packed + first * quantised_floats(a));
-    for (int i = 0; i < rows; i++) {
-        int64_t from = (first + i) * a->x_stride;
+    int each = rounded_rows(a), groups = a->in_features / GROUP;
+    int64_t first = tile * INTEGER_TILE, left = a->rows * each - first;
+    int rows = stored_rows(left);
+    quantised_group *target = (quantised_group *)(packed + first * rounded_floats(a));
+    for (int i = 0; i < rows; i += each) {
+        int64_t from = (first + i) / each * a->x_stride;
         float norm = i < left && a->norm_weight ? norm_scale(a, from) : 1.0f;
-        for (int g = 0; g < groups; g++)
-            if (i < left) quantise_group(a, from, g * GROUP, norm, target + (int64_t)g * rows + i);
-            else memset(target + (int64_t)g * rows + i, 0, sizeof *target);
+        for (int g = 0; g < groups; g++) {
+            quantised_group *own = target + (int64_t)g * rows + i;
+            f32x x[GROUP / LANES];
+            if (i >= left) {
+                memset(own, 0, each * sizeof *own);
+                continue;
+            }
+            for (int part = 0, k = g * GROUP; part < GROUP / LANES; part++, k += LANES)
+                x[part] = a->dtype == FLOAT32 ? load_inputs(a, from, k, norm, FLOAT32) : load_inputs(a, from, k, norm, BFLOAT16);
+            quantise_group(x, own);
+            if (each == 1) continue;
+            subtract_group(x, own);
+            quantise_group(x, own + 1);
+        }
     }
 }
 
@@ -224,7 +246,7 @@ ALWAYS_INLINE void multiply_strip(const block_format f, const uint8_t *strip, co
     }
 EACH_FORMAT(MULTIPLY_STRIP)
 
-/* Computes sums[rows][PANEL] of the rows first..last and a panel of a segment. */
+/* Computes sums[rows][PANEL] of the rows of int8 first..last and a panel of a segment. */
 static void multiply_panel_by_integers(const linear_args *a, const float *packed, int64_t first, int64_t last,
                                        const weight_segment *segment, int panel, float *sums) {
     int groups = a->in_features / GROUP;
@@ -234,24 +256,35 @@ static void multiply_panel_by_integers(const linear_args *a, const float *packed
         if (index * COLUMNS >= segment->out_features) return;
         const uint8_t *strip = (const uint8_t *)segment->strips + index * bytes;
         for (int64_t row = first; row < last; row += INTEGER_TILE) {
-            const quantised_group *tile = (const quantised_group *)(packed + row * quantised_floats(a));
+            const quantised_group *tile = (const quantised_group *)(packed + row * rounded_floats(a));
             float *target = sums + (row - first) * PANEL + i * COLUMNS;
-#define MULTIPLY_BY(F) case F: multiply_strip_##F(strip, tile, groups, target, stored_rows(a->rows - row)); break;
+#define MULTIPLY_BY(F) case F: multiply_strip_##F(strip, tile, groups, target, stored_rows(a->rows * rounded_rows(a) - row)); break;
             switch (segment->format) { EACH_FORMAT(MULTIPLY_BY) }
         }
     }
 }
 
+/* Adds the sums of each two rows of int8 to those of a row of inputs. */
+static void add_pairs(float *sums, int64_t rows) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int j = 0; j < PANEL; j += LANES)
+            *(f32x *)(sums + i * PANEL + j) = *(f32x *)(sums + 2 * i * PANEL + j) + *(f32x *)(sums + (2 * i + 1) * PANEL + j);
+}
+
 /* Multiplies all rows with the panels begin..end, or as many pairs of panels. */
 static void multiply_by_integers(const linear_args *a, const float *packed, int begin, int end) {
     float sums[2][(BLOCK_ROWS + INTEGER_TILE) * PANEL] __attribute__((aligned(64)));
-    for (int64_t first = 0; first < a->rows; first += BLOCK_ROWS) {
-        int64_t last = first + BLOCK_ROWS < a->rows ? first + BLOCK_ROWS : a->rows;
+    int each = rounded_rows(a);
+    int64_t rows = a->rows * each;
+    for (int64_t first = 0; first < rows; first += BLOCK_ROWS) {
+        int64_t last = first + BLOCK_ROWS < rows ? first + BLOCK_ROWS : rows;
         for (int index = begin; index < end; index++) {
             panel_place p = place_of(a, index);
-            for (int half = 0; half <= (a->result == ACT_AND_MUL); half++)
+            for (int half = 0; half <= (a->result == ACT_AND_MUL); half++) {
                 multiply_panel_by_integers(a, packed, first, last, p.segment + half, p.panel, sums[half]);
-            finish_tile(a, first, last - first, p, sums[0], a->result == ACT_AND_MUL ? sums[1] : NULL);
+                if (each == 2) add_pairs(sums[half], (last - first) / 2);
+            }
+            finish_tile(a, first / each, (last - first) / each, p, sums[0], a->result == ACT_AND_MUL ? sums[1] : NULL);
         }
     }
 }

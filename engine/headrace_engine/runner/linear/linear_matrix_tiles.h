@@ -3,12 +3,16 @@
  * A panel has the layout of PAIRS, [steps][PANEL][2], with zeros after the last input. The input is copied into tiles of 16
  * rows, [tiles][in / 32][16 rows][32], with zeros after the last row and input. Two tiles of rows are multiplied with a panel,
  * or a part of it, at a time. Their six tiles of sums stay in registers. */
-/* Limits of a block: tiles of rows that are multiplied with one panel before the next. They stay in L2. */
+/* Limits of a block: tiles of rows that are multiplied with one panel before the next. They stay in L2,
+ * and so do two panels of dense weights, or the part of a panel of grouped weights that is unpacked. Each block unpacks all panels,
+ * which takes as long as multiplying 20 to 60 rows. */
 #define MAX_TILES 32
 #define MAX_TILES_BYTES (768 << 10)
+#define MAX_GROUPED_TILES_BYTES (1536 << 10)
+#define MAX_GROUPED_PART 64 /* steps of grouped weights that are unpacked at once */
 
-static inline int64_t max_matrix_tiles(int64_t pairs) {
-    int64_t fit = MAX_TILES_BYTES / (pairs * 4 * TILE_ROWS);
+static inline int64_t max_matrix_tiles(const linear_args *a, int64_t pairs) {
+    int64_t fit = (a->segments ? MAX_GROUPED_TILES_BYTES : MAX_TILES_BYTES) / (pairs * 4 * TILE_ROWS);
     return fit > MAX_TILES ? MAX_TILES : fit < 2 ? 2 : fit / 2 * 2;
 }
 
@@ -109,7 +113,7 @@ multiply_tiles(const char *x, int64_t x_bytes, const char *weight, int depth, fl
 /* The rows that are multiplied with one panel before the next, and their sums. */
 typedef struct {
     const char *packed;
-    float *unpacked; /* space for a panel of grouped weights */
+    float *unpacked; /* space for a part of a panel of grouped weights */
     int64_t first_row, tiles;
     float sums[2][MAX_TILES * TILE_ROWS * PANEL] __attribute__((aligned(64))); /* gate, up */
 } row_block;
@@ -121,20 +125,20 @@ static tile_prefetch plan_tile_prefetch(const char *next, int64_t bytes, int64_t
 }
 
 /* Computes the sums of one panel; a gated product has the gate first. For many rows the panel is divided into parts that stay
- * in L1. For a few rows that is slower than reading the panel from L2 again. Results are stored tile by tile. `next` is what is
- * multiplied afterwards, or NULL. */
+ * in L1. For a few rows that is slower than reading the panel from L2 again. Grouped weights are unpacked part by part. Results are
+ * stored tile by tile. `next` is what is multiplied afterwards, or NULL. */
 static __attribute__((noinline)) void
 multiply_panel_by_matrix_tiles(const linear_args *a, row_block *b, int index, int half, const char *next) {
     int depth = (int)steps_of(a) / TILE_ROWS, gated = a->result == ACT_AND_MUL;
     int64_t tile_bytes = (int64_t)depth * TILE_ROWS * TILE_BYTES;
     panel_place p = place_of(a, index);
-    const char *weight = a->segments ? (const char *)b->unpacked : panel_of(a, index) + half * panel_bytes(a);
-    if (a->segments) unpack_panel(a, p, half, 0, a->in_features, b->unpacked, 1);
-    int parts = b->tiles > FEW_TILES ? (depth + MAX_PART - 1) / MAX_PART : 1;
+    const char *weight = a->segments ? NULL : panel_of(a, index) + half * panel_bytes(a);
+    int most = a->segments ? MAX_GROUPED_PART : b->tiles > FEW_TILES ? MAX_PART : depth, parts = (depth + most - 1) / most;
     tile_prefetch ahead = plan_tile_prefetch(next, panel_bytes(a), b->tiles * VECTORS * depth);
     for (int part = 0; part < parts; part++) {
         int from = depth * part / parts, steps = depth * (part + 1) / parts - from;
-        const char *w = weight + from * TILE_ROWS * ROW_BYTES;
+        const char *w = a->segments ? (const char *)b->unpacked : weight + from * TILE_ROWS * ROW_BYTES;
+        if (a->segments) unpack_panel(a, p, half, from * TILE_INPUTS, steps * TILE_INPUTS, b->unpacked, 1);
         for (int64_t tile = 0; tile < b->tiles; tile += 2) {
             const char *x = b->packed + tile * tile_bytes + from * TILE_ROWS * TILE_BYTES;
             int64_t row = b->first_row + tile * TILE_ROWS, rows = tile + 1 < b->tiles ? 2 * TILE_ROWS : TILE_ROWS;

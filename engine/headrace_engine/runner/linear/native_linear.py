@@ -35,7 +35,7 @@ class LinearArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("dtype", "threads", "spins", "result", "activation")),
-        *((name, ctypes.c_int32) for name in ("in_features", "out_features", "driver", "num_segments")),
+        *((name, ctypes.c_int32) for name in ("in_features", "out_features", "driver", "num_segments", "input_bytes")),
         *((name, ctypes.c_int64) for name in ("rows", "x_stride", "out_stride")),
         *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "out", "norm_weight")),
         ("norm_eps", ctypes.c_float),

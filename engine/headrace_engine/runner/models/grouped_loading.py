@@ -27,6 +27,7 @@ from headrace_engine.runner.linear import grouped_linear
 from headrace_engine.runner.linear.grouped_linear import GroupedLinear, replace_embedding
 from headrace_engine.runner.linear.grouped_weight import FORMATS, BadScaleError, GroupedWeight
 from headrace_engine.runner.memory import release_pages
+from headrace_engine.system.load_progress import with_progress
 
 logger = logging.getLogger(__name__)
 
@@ -91,12 +92,28 @@ def packed_weights(dtype: torch.dtype, *, batch_invariant: bool) -> Iterator[dic
 
 @contextmanager
 def _without(names: set[str]) -> Iterator[None]:
-    """Hide tensors of GGUF files from transformers, which would dequantise them."""
-    original, gguf.GGUFReader = gguf.GGUFReader, partial(header_for_transformers, omitted=names)
+    """Hide tensors of GGUF files from transformers, which would dequantise them, and give it the others quickly."""
+    originals = gguf.GGUFReader, gguf.dequantize
+    gguf.GGUFReader, gguf.dequantize = partial(header_for_transformers, omitted=names), dequantised
     try:
         yield
     finally:
-        gguf.GGUFReader = original
+        gguf.GGUFReader, gguf.dequantize = originals
+
+
+def dequantised(blocks: Any, kind: gguf.GGMLQuantizationType) -> Any:
+    """Return a tensor as float32, as `gguf.dequantize` does, and release the pages of the file.
+
+    gguf copies bfloat16 three times.
+    """
+    if kind == gguf.GGMLQuantizationType.BF16:
+        halves = blocks.view(np.uint16)
+        weights = np.zeros(halves.shape, np.float32)
+        weights.view(np.uint16)[..., 1::2] = halves
+    else:
+        weights = np.array(gguf.quants.dequantize(blocks, kind))
+    release_pages(blocks)
+    return weights
 
 
 class _Packer:
@@ -116,7 +133,8 @@ class _Packer:
         packed: set[str] = set()
         names = get_gguf_hf_weights_map(self._model, self._processor)
         dense: Counter[str] = Counter()
-        for tensor in self._file.tensors:
+        size = sum(int(tensor.n_bytes) for tensor in self._file.tensors)
+        for tensor in with_progress(self._file.tensors, size, lambda tensor: tensor.n_bytes):
             name, kind = names.get(tensor.name, ""), tensor.tensor_type.name
             order = self._order_of_rows(tensor, name)
             if order is None:

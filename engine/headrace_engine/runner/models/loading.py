@@ -7,6 +7,8 @@ interface of transformers is refused.
 import itertools
 import logging
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from headrace_engine.runner.models import generation, rope
 from headrace_engine.runner.models.load_errors import permanent_errors
 from headrace_engine.runner.models.weight_form import WeightForm, loads_in, quantisation_of, without_quantisation
 from headrace_engine.runner.weights.quantised_checkpoint import reader_for
+from headrace_engine.system.load_progress import tqdm_hook
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,7 @@ def load_weights(
         permanent_errors(config.model, "loaded"),
         quick_reads(config.model),
         loads_in(form, config, hf_config, dtype, device) as quantisation,
+        _progress_in_log(is_needed=form is not WeightForm.GROUPED and not quantisation),
     ):
         model, report = AutoModelForCausalLM.from_pretrained(
             source,
@@ -100,6 +104,16 @@ def load_weights(
         )
     _check_class(config, type(model), hf_config)  # code from the folder of the model is loaded only now
     return model.eval()
+
+
+@contextmanager
+def _progress_in_log(*, is_needed: bool) -> Iterator[None]:
+    """Log the progress of transformers. It is not needed where our own readers load most of the weights, and log it."""
+    before = transformers_logging.set_tqdm_hook(tqdm_hook if is_needed else None)
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
 
 
 def register_attention(method: Any, *, is_compiled: bool = False) -> str:

@@ -26,7 +26,6 @@ from headrace_engine.runner.fused.expert_fusion import replace_experts
 from headrace_engine.runner.fused.fusion import decoder_layers, fuse_decoder_layers
 from headrace_engine.runner.fused.short_forward import ShortForward
 from headrace_engine.runner.linear import grouped_linear, int8_linear, native_linear, packed_linear
-from headrace_engine.runner.linear.grouped_weight import FORMATS
 from headrace_engine.runner.linear.native_linear import NativeLinear
 from headrace_engine.runner.linear.packed_linear import PackedLinear
 from headrace_engine.runner.linear.prepared_linear import DeviceLinear, LinearKind, TritonLinear
@@ -34,10 +33,9 @@ from headrace_engine.runner.linear.quantised_weight import QuantisedWeight
 from headrace_engine.runner.linear.replacement import pack_linear_layers, watch_weights
 from headrace_engine.runner.lora.layers import LoRALayers
 from headrace_engine.runner.memory import check_model_fits
-from headrace_engine.runner.models import generation, loading, probe, rope, row_tiles, weight_form, weight_memory
-from headrace_engine.runner.models.load_errors import permanent_errors
+from headrace_engine.runner.models import generation, loading, probe, rope, row_tiles
+from headrace_engine.runner.models.load_plan import plan_load
 from headrace_engine.runner.models.probe import ModelLayout
-from headrace_engine.runner.models.weight_form import WeightForm
 from headrace_engine.runner.recurrent.recurrent_layers import RecurrentLayers
 
 logger = logging.getLogger(__name__)
@@ -70,29 +68,12 @@ class PagedModel:
         device: torch.device = _CPU,
     ) -> None:
         self._device = device
-        hf_config = loading.load_config(config)
-        with permanent_errors(config.model, "loaded"):
-            computes_bfloat16 = (
-                device.type != "cpu"
-                or packed_linear.computes_bfloat16()
-                or (packed and config.dtype == "auto" and weight_form.multiplies_by_integers(config, hf_config))
-            )
-        dtype = loading.resolve_dtype(config, hf_config, computes_bfloat16=computes_bfloat16)
-        max_model_len = loading.resolve_max_model_len(config, hf_config)
-        loading.check_architecture(config, hf_config)
-        with permanent_errors(config.model, "loaded"):  # the checks read the headers of the weights
-            form = weight_form.weight_form(config, hf_config, dtype, device, compiled=packed)
-            weight_memory.check_weights_fit(
-                config.model,
-                dtype,
-                FORMATS if form is WeightForm.GROUPED else None,
-                None if form is WeightForm.TRITON else weight_form.bits_of_integers(config, hf_config),
-                widens_float8=form is not WeightForm.TRITON,
-            )
+        plan = plan_load(config, packed=packed, device=device)
+        hf_config, dtype, max_model_len = plan.hf_config, plan.dtype, plan.max_model_len
         self._metadata: AttentionMetadata | None = None
         self._next_layer = 0
         self._model: PreTrainedModel = loading.load_weights(
-            config, hf_config, dtype, self._attention, form=form, device=device
+            config, hf_config, dtype, self._attention, form=plan.form, device=device
         )
         rope.fix_length_dependent_rope(self._model, config, max_model_len)
         self._recurrent = RecurrentLayers(self._model)

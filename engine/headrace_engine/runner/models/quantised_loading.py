@@ -23,6 +23,7 @@ from headrace_engine.runner.weights.float_weight import FloatWeight
 from headrace_engine.runner.weights.integer_weight import IntegerWeight
 from headrace_engine.runner.weights.module_tensors import ModuleTensors
 from headrace_engine.runner.weights.quantised_checkpoint import WeightReader, quantised_modules
+from headrace_engine.system.load_progress import with_progress
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def quantised_weights(reader: WeightReader, dtype: torch.dtype, pack: Pack) -> I
             self._layers = _Layers(model, dtype, pack)
             files = kwargs["checkpoint_files"]
             with torch.device("cpu"), quantised_modules(files, reader.marks) as modules:  # the model is on meta
-                for each in modules:
+                for each in with_progress(modules, len(modules)):
                     self._layers.take(each, reader)
                 names = "|".join(re.escape(each.module) for each in modules)
             model._keys_to_ignore_on_load_unexpected = {rf"^({names})\."}  # otherwise transformers warns of them

@@ -103,8 +103,10 @@ def check_weights_fit(
     integer_bits: int | None = None,
     *,
     widens_float8: bool = True,
-) -> None:
+) -> int:
     """Refuse a local model whose weights exceed the free memory, before the kernel has to kill a process.
+
+    Returns the bytes of the weights.
 
     KV memory is checked when the weights are loaded.
 
@@ -127,3 +129,4 @@ def check_weights_fit(
             f"the weights of {model!r} take {needed / 2**30:.1f} GiB as {form}, "
             f"but only {free / 2**30:.1f} GiB of memory are free"
         )
+    return needed

@@ -1,7 +1,8 @@
 """Compiles the C kernels of this package once on a machine, and loads them with ctypes.
 
 A library is built with the system's C compiler and kept in the user's cache, with a key of source, compiler and
-processor. A loaded library has all rights of this process, so the cache must be writable by this user only.
+processor. If it cannot be built, a precompiled library of the package is loaded, if there is one. A loaded library has
+all rights of this process, so the cache must be writable by this user only.
 """
 
 import contextlib
@@ -12,17 +13,18 @@ import hashlib
 import logging
 import os
 import platform
-import re
 import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 
 import torch  # before any of these libraries, see `_open`
 
+from headrace_engine.runner.native import precompiled
+from headrace_engine.runner.native.kernel_source import FLAGS, source_text
+from headrace_engine.runner.native.processor import processor_flags
 from headrace_engine.system.private_folder import candidates, make_private, read_private
 
 logger = logging.getLogger(__name__)
@@ -30,20 +32,36 @@ logger = logging.getLogger(__name__)
 # The numbers of the types in vectors.h.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
-_FLAGS = ["-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=fast", "-shared", "-fPIC"]
-_FLAGS += ["-D_GNU_SOURCE"]  # for functions of the C library that only Linux has
+_FLAGS = [*FLAGS, "-march=native"]
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 _LONGEST_BUILD_SECONDS = 300.0
 _POLL_SECONDS = 0.1
+_TEST_PROGRAM = (
+    "#include <linux/futex.h>\n#include <math.h>\n#include <omp.h>\nint f(void) { return omp_get_max_threads(); }\n"
+)
 _DIGEST_SIZE = hashlib.sha256().digest_size
 
 
 def load(package: str, source_name: str) -> ctypes.CDLL:
     """Load the library of one C file of a package; build it if needed. Raises OSError that says what is missing."""
     source = source_text(package, source_name)
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        raise OSError("no C compiler was found (tried $CC, then cc)")
+    compiler = find_compiler()
+    try:
+        if compiler is None:
+            raise CompilerError("no C compiler was found (tried $CC, then cc)")
+        return _load_built(source_name, source, compiler)
+    except OSError as error:  # no compiler, one that fails, or no place to build in
+        library = precompiled.find(source_name, source)
+        if library is None:
+            raise
+        level = logging.INFO if compiler is None else logging.WARNING
+        variant = library.parent.name
+        logger.log(level, "precompiled kernels of %s loaded: variant=%s reason=%s", source_name, variant, error)
+        return _open(library)
+
+
+def _load_built(source_name: str, source: str, compiler: str) -> ctypes.CDLL:
+    """Load a library that this machine's compiler has built, or builds now."""
     name = f"{Path(source_name).stem}-{_identity(source, compiler)}.so"
     places = list(candidates("kernels"))
     refused: dict[Path, OSError] = {}
@@ -72,6 +90,17 @@ def load(package: str, source_name: str) -> ctypes.CDLL:
     logger.warning("compiled kernels cannot be cached, so every start builds them: %s", _reasons(refused))
     with tempfile.TemporaryDirectory() as build_folder:
         return _open(_build(source_name, source, compiler, Path(build_folder) / name))
+
+
+def find_compiler() -> str | None:
+    """Return the path of the C compiler that builds the kernels; None if there is none."""
+    return shutil.which(os.environ.get("CC", "cc"))
+
+
+def check_compiler(compiler: str) -> None:
+    """Build a few lines with the kernels' headers and flags. Raises CompilerError, or OSError if the disk is full."""
+    with tempfile.TemporaryDirectory() as folder:
+        _build("a test program", _TEST_PROGRAM, compiler, Path(folder) / "test.so")
 
 
 @contextlib.contextmanager
@@ -125,23 +154,12 @@ def _open(library: Path) -> ctypes.CDLL:
 
 
 class CompilerError(OSError):
-    """The compiler refused the source. Another folder would not help."""
-
-
-def source_text(package: str, source_name: str) -> str:
-    """Return a C file with its own headers inlined: the text to compile, and the key of the library."""
-    folder = files(package)
-    return re.sub(
-        r'^#include "(.+)"$',
-        lambda found: folder.joinpath(found[1]).read_text(),
-        folder.joinpath(source_name).read_text(),
-        flags=re.MULTILINE,
-    )
+    """There is no compiler, or it refused the source. Another folder would not help."""
 
 
 def _identity(source: str, compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [source, version, " ".join(_FLAGS), platform.machine(), _processor_flags(), "digest at the end"]
+    parts = [source, version, " ".join(_FLAGS), platform.machine(), processor_flags(), "digest at the end"]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -182,14 +200,6 @@ def _build(source_name: str, source: str, compiler: str, target: Path) -> Path:
     target.write_bytes((content := target.read_bytes()) + hashlib.sha256(content).digest())
     target.chmod(0o700)
     return target
-
-
-def _processor_flags() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 Layout = dict[str, tuple[int, int]]

@@ -54,7 +54,7 @@ class CompressedTensorsReader:
             return _read_floats(tensors, values, scheme)
         scales = _scales(tensors, out, inputs, scheme)
         zeros = _zeros(tensors, 8, scales, symmetric=scheme.get("symmetric", True))
-        return IntegerWeight(8, values.view(torch.uint8) ^ 128, scales, zeros)
+        return IntegerWeight(8, values.view(torch.uint8) ^ 128, scales, zeros, input_bytes=1)
 
     def _read_packed(self, tensors: ModuleTensors, out: int, inputs: int, scheme: Mapping[str, Any]) -> IntegerWeight:
         packed = tensors.get("weight_packed", torch.int32)

@@ -21,6 +21,8 @@ class IntegerWeight:
     """int16 [out, groups]."""
     inputs: torch.Tensor | None = None
     """int32 [in], the input of the layer for each column. None: the same order."""
+    input_bytes: int = 2
+    """That an input is rounded to in products by integers. 1 if the format quantises inputs to 8 bits, too."""
 
     @property
     def group(self) -> int:
@@ -43,7 +45,7 @@ class IntegerWeight:
         )
         blocks = torch.cat([scales, zeros, self.codes.view(out, inputs // block, block)], dim=2)
         kind = INTEGER_FORMATS[self.bits, block]
-        return GroupedWeight(kind, blocks.view(out, -1).numpy(), inputs=self.inputs)
+        return GroupedWeight(kind, blocks.view(out, -1).numpy(), inputs=self.inputs, input_bytes=self.input_bytes)
 
     def quantised(self) -> QuantisedWeight:
         """Return the weight in the layout for a GPU. Nothing is rounded."""

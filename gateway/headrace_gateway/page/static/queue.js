@@ -103,9 +103,11 @@ function loadLetters() {
 
 async function readLetters() {
   try {
-    letters = (await ask("/headrace/dead-letters?limit=100")).data;
+    const found = await ask("/headrace/dead-letters?limit=100");
+    letters = found.data;
     fill($("dead-table"), letters.map(letterRow), "There are no dead letters.");
     $("dead-requeue-all").disabled = $("dead-purge-all").disabled = !letters.length;
+    setState($("dead-result"), (found.missing ?? []).join("; "));
   } catch (error) {
     deadSeen = null; // the next poll tries again
     setState($("dead-result"), error.message);

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from headrace_broker import AsyncClient, BrokerSettings
 from headrace_broker.client.tokenizer_calls import TokenizerClient
 from headrace_broker.server.connections import connect_async
+from headrace_broker.server.stream_servers import AsyncStreamServers
 from headrace_broker.streams.hub import StreamHub
 from headrace_gateway import GatewaySettings
 from headrace_gateway.answers.envelope import Envelope, EnvelopeStore
@@ -115,19 +116,20 @@ class ScriptedGateway:
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
             redis = connect_async(settings.redis_url)
-            metrics = GatewayMetrics()
+            streams, metrics = AsyncStreamServers(redis, {}, 600), GatewayMetrics()
             async with AsyncClient(BrokerSettings(redis_url=settings.redis_url)) as client:
                 hub, envelopes = StreamHub(redis), EnvelopeStore(redis, 600)
                 app.state.gateway = Gateway(
                     settings,
                     client,
                     redis,
+                    streams,
                     ModelCatalog(client),
                     envelopes,
                     hub,
                     metrics,
                     RateLimits(redis),
-                    ResponseStore(redis, envelopes, Claims(redis, "responses"), settings.store_life),
+                    ResponseStore(redis, streams, envelopes, Claims(redis, "responses"), settings.store_life),
                     TokenizerClient(redis),
                     Webhooks(redis, None, metrics),
                 )

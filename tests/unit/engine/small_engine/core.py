@@ -40,7 +40,6 @@ class SmallCore:
     """Implements `headrace_engine.core.serving.Core`."""
 
     wake: Callable[[], None]
-    is_prepared_for_grammars = True
 
     def __init__(self, config: Any) -> None:
         self.fault = config.engine_args.get("fault", "")
@@ -241,9 +240,6 @@ class SmallCore:
 
     def check_integrity(self) -> None:
         assert not self._running
-
-    def prepare_for_grammars(self) -> None:
-        pass
 
     def shutdown(self) -> None:
         pass

@@ -1,0 +1,1 @@
+"""What `headrace doctor` checks: Redis, this machine and the model. Each check yields findings; none raises."""

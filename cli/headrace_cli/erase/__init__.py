@@ -1,0 +1,1 @@
+"""Finds and removes what is stored of a tenant."""

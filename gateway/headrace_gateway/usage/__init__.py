@@ -1,0 +1,1 @@
+"""The usage API: the tokens that were used, in OpenAI's shape."""

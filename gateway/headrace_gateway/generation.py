@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from headrace_broker import InvalidRequestError, QueueFullError, RegisteredModel, SubmitRequest, UnknownModelError
+from headrace_broker import RegisteredModel, SubmitRequest
 from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.server.asking_homes import server_having
 from headrace_broker.server.connections import REDIS_ERRORS
@@ -23,8 +23,8 @@ from headrace_gateway.answers.envelope import Envelope, new_id, with_ids
 from headrace_gateway.answers.event_stream import DataEncoder, EventEncoder, EventStream, unless_disconnected
 from headrace_gateway.answers.reader import AnswerReader, AnswerStream, ChunkAndCursor, Cursor, Position, open_reader
 from headrace_gateway.context import Gateway, gateway_of, key_of
-from headrace_gateway.errors import ApiError, invalid
-from headrace_gateway.http.broker_errors import not_found, unavailable
+from headrace_gateway.errors import invalid
+from headrace_gateway.http.broker_errors import REFUSALS, not_found, unavailable
 from headrace_gateway.http.json import JsonResponse
 from headrace_gateway.keys.api_key import ApiKey
 from headrace_gateway.keys.limits import LEAST_STREAM_TOKENS
@@ -38,8 +38,6 @@ from headrace_gateway.requests.token_bound import most_tokens
 from headrace_wire.codes import ErrorCode
 
 _PLAIN_WAIT: Final = 3600.0
-REFUSALS: Final = (ApiError, InvalidRequestError, UnknownModelError, QueueFullError)
-"""Errors after which nothing was put into the queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,26 +103,18 @@ async def submit(
         bounds = (most_tokens(request, model.max_model_len) for request in call.requests)
         tokens = dict(zip(envelope.request_ids, bounds, strict=True))
     names = [each.get("idempotency_key") for each in requests]
-    reserved = await gateway.budgets.reserve_once(key, model.name, tokens, headers.expires, names)
-    may_be_queued = False
-    try:
+    async with gateway.budgets.reserved(key, model.name, tokens, headers.expires, names) as sending:
         envelope = await _counted(gateway, envelope, call, size)
         try:
             await _keep(gateway, envelope, call)
-            may_be_queued = True
-            accepted = await _send(gateway, requests)
+            sending.has_begun = True
+            sending.accepted = accepted = await _send(gateway, requests)
         except REFUSALS:  # after any other error the request may still be in the queue
-            may_be_queued = False
             await forget(gateway, envelope)
             raise
-    except BaseException:
-        if not may_be_queued:
-            await gateway.budgets.release(key, model.name, reserved)
-        raise
     if accepted[0] == answer_id:
         return envelope
     await forget(gateway, envelope)
-    await gateway.budgets.release(key, model.name, {*reserved} - {*accepted})
     has_envelope = await gateway.envelopes.find(accepted[0]) is not None
     if not has_envelope and await _is_gone(gateway, accepted[0]):
         raise not_found("the answer of this Idempotency-Key was deleted or has expired: choose a new key")

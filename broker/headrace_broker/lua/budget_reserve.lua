@@ -11,7 +11,7 @@ local today = at - at % BUDGET_DAY
 local problem = problem_of(RESERVED, 'zset') or problem_of(reserved_tokens_key(key_name), 'hash')
   or problem_of(spent_key(today), 'hash')
 if problem then return {err = problem} end
-for _, expired in ipairs(redis.call('ZRANGE', RESERVED, '-inf', at, 'BYSCORE')) do
+for _, expired in ipairs(redis.call('ZRANGE', RESERVED, '-inf', at, 'BYSCORE', 'LIMIT', 0, 1000)) do -- the next call ends more
   release(key_name, expired)
   redis.call('ZREM', RESERVED, expired) -- also if its tokens were deleted by hand
 end

@@ -27,13 +27,8 @@ class HeldConnection:
         self._connection: Any = None
         self._held_until = 0.0
 
-    def run(self, script: "Script", args: Sequence[str | int | bytes]) -> Any:
-        """Run the script without keys and return its reply. Redis's errors pass through; nothing is retried."""
-        self.send(script, args)
-        return self.receive(script, args)
-
     def send(self, script: "Script", args: Sequence[str | int | bytes], keys: Sequence[str] = ()) -> None:
-        """Send the call of `run`. The next call of this object must be `has_reply` or `receive`."""
+        """Send a call. The next one of this object must be `has_reply` or `receive`. Redis's errors pass through."""
         if self._connection is None or self._clock() >= self._held_until:
             self._release()
             self._connection = self._pool.get_connection()

@@ -35,12 +35,8 @@ class UsageCounts:
     def plus(self, other: Self) -> "UsageCounts":
         return UsageCounts(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
-    @property
-    def total_tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
 
-
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class UsageGroup:
     """Group of one ledger row. The texts may be anything that a producer has written."""
 

@@ -30,8 +30,7 @@ from headrace_gateway.batch.due_times import DueTimes
 from headrace_gateway.batch.line import BatchLine, LineReader
 from headrace_gateway.batch.line_call import LineCall, WholeAnswer, line_call
 from headrace_gateway.errors import ApiError
-from headrace_gateway.generation import REFUSALS
-from headrace_gateway.http.broker_errors import NO_RETRY, api_error_of
+from headrace_gateway.http.broker_errors import NO_RETRY, REFUSALS, api_error_of
 from headrace_gateway.keys.api_key import ApiKey
 from headrace_gateway.keys.daily_budgets import DailyBudgets
 from headrace_gateway.keys.model_catalog import ModelCatalog

@@ -20,6 +20,9 @@ from headrace_wire.codes import ErrorCode, GatewayCode
 NO_RETRY: Final = {"x-should-retry": "false"}
 """OpenAI's SDKs retry a status of 500 and above; the queue has already retried these."""
 
+REFUSALS: Final = (ApiError, InvalidRequestError, UnknownModelError, QueueFullError)
+"""Errors of a send after which the request is not in the queue. After any other one it may be there."""
+
 _ENDS: Final[Mapping[str, tuple[int, str, dict[str, str]]]] = {
     ErrorCode.INVALID_REQUEST: (400, "invalid_request_error", {}),
     ErrorCode.UNSUPPORTED: (400, "invalid_request_error", {}),

@@ -1,15 +1,26 @@
 """`DailyBudgets`: refuses the requests of an API key that has used its tokens of the day."""
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from headrace_broker import AsyncClient, QueueUnavailableError
 from headrace_broker.usage.budgets import BudgetDecision
 from headrace_gateway.errors import ApiError
-from headrace_gateway.http.broker_errors import NO_RETRY
+from headrace_gateway.http.broker_errors import NO_RETRY, REFUSALS
 from headrace_gateway.keys.api_key import ApiKey
 from headrace_wire.codes import GatewayCode
+
+
+@dataclass(slots=True)
+class Sending:
+    """How far a call has sent the requests for which tokens are reserved."""
+
+    has_begun: bool = False
+    """Whether they may be in the queue. After one of `REFUSALS` they are not."""
+    accepted: Collection[str] = ()
+    """The ids under which the queue has them: earlier ones if their Idempotency-Keys were used before."""
 
 
 class DailyBudgets:
@@ -35,6 +46,26 @@ class DailyBudgets:
         if not found.is_admitted:
             raise _refused(key, found)
         return found.made
+
+    @contextlib.asynccontextmanager
+    async def reserved(
+        self,
+        key: ApiKey,
+        model: str,
+        tokens: Mapping[str, int],
+        seconds: float,
+        idempotency_keys: Sequence[str | None],
+    ) -> AsyncIterator[Sending]:
+        """Reserve like `reserve_once` while requests are sent, and release what was not put into the queue."""
+        made = await self.reserve_once(key, model, tokens, seconds, idempotency_keys)
+        sending = Sending()
+        try:
+            yield sending
+        except BaseException as error:
+            if not sending.has_begun or isinstance(error, REFUSALS):
+                await self.release(key, model, made)
+            raise
+        await self.release(key, model, {*made} - {*sending.accepted})
 
     async def reserve_once(
         self,

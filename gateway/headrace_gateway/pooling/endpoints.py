@@ -18,7 +18,8 @@ from headrace_gateway.admission import admitted_body, report_ignored
 from headrace_gateway.answers.event_stream import unless_disconnected
 from headrace_gateway.context import Gateway, gateway_of, key_of
 from headrace_gateway.errors import invalid
-from headrace_gateway.generation import REFUSALS, require_redis
+from headrace_gateway.generation import require_redis
+from headrace_gateway.http.broker_errors import REFUSALS
 from headrace_gateway.http.json import JsonResponse
 from headrace_gateway.keys.api_key import ApiKey
 from headrace_gateway.pooling.answering import call_of, cancel_all, open_pooled_reader, pooled_of
@@ -95,22 +96,16 @@ async def _submit(
         tokens = {each.request_id: most_tokens(each.request, model.max_model_len) for each in call.submissions}
     item = call.submissions[0].request_id
     names = [each.headers.get("idempotency_key") for each in call.submissions]
-    reserved = await gateway.budgets.reserve_once(key, model.name, tokens, headers.expires, names)
-    may_be_queued = False
-    try:
-        await gateway.stored.admit(key.name, key.tenant, item, size, int(headers.expires))
-        may_be_queued = True
-        request_ids = await gateway.client.submit_pooling(call.submissions)
-    except BaseException as error:
-        if isinstance(error, REFUSALS):  # after any other error the messages may still be in the queue
-            may_be_queued = False
+    async with gateway.budgets.reserved(key, model.name, tokens, headers.expires, names) as sending:
+        try:
+            await gateway.stored.admit(key.name, key.tenant, item, size, int(headers.expires))
+            sending.has_begun = True
+            sending.accepted = request_ids = await gateway.client.submit_pooling(call.submissions)
+        except REFUSALS:  # after any other error the messages may still be in the queue
             await _uncount(gateway, key, item)
-        if not may_be_queued:
-            await gateway.budgets.release(key, model.name, reserved)
-        raise
+            raise
     if request_ids[0] != item:  # an earlier request had the Idempotency-Key
         await _uncount(gateway, key, item)
-        await gateway.budgets.release(key, model.name, {*reserved} - {*request_ids})
     return request_ids
 
 

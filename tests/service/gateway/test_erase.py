@@ -121,7 +121,10 @@ def test_nothing_of_an_erased_tenant_is_left_and_others_keep_theirs(tenancy: Ten
     assert all(having(client, mark) for mark in MARKS.values())
     beta = {key: text for key, text in dumped(client).items() if b"beta" in text and b"acme" not in text}
     now = client.time()[0]
-    sums = [counts.total_tokens for counts in read_usage([client], DAY, now - DAY, now + DAY).values()]
+    sums = [
+        counts.prompt_tokens + counts.completion_tokens
+        for counts in read_usage([client], DAY, now - DAY, now + DAY).values()
+    ]
     ids = {key.rpartition(b":")[2].decode() for key in before["acme"] if b":stream:" in key or b":gw:req:" in key}
 
     outcome = tenancy.run()
@@ -138,7 +141,7 @@ def test_nothing_of_an_erased_tenant_is_left_and_others_keep_theirs(tenancy: Ten
         key: text for key, text in beta.items() if b":lease:" not in key and b":credit:" not in key
     }
     rows = read_usage([client], DAY, now - DAY, now + DAY)
-    assert sum(counts.total_tokens for counts in rows.values()) == sum(sums)
+    assert sum(counts.prompt_tokens + counts.completion_tokens for counts in rows.values()) == sum(sums)
     assert {group.tenant for group in rows} == {"(erased)", "beta"}
     again = tenancy.run()
     assert (again.exit_code, json.loads(again.stdout)["removed"]) == (0, {})

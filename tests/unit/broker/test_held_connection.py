@@ -72,7 +72,8 @@ def held(pool: Pool, clock: Clock) -> HeldConnection:
 
 
 def run(held: HeldConnection) -> Any:
-    return held.run(Script(), ["a", 1])  # type: ignore[arg-type]
+    held.send(Script(), ["a", 1])  # type: ignore[arg-type]
+    return held.receive(Script(), ["a", 1])  # type: ignore[arg-type]
 
 
 def test_consecutive_calls_share_a_connection(held: HeldConnection, pool: Pool) -> None:

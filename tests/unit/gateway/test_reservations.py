@@ -8,6 +8,7 @@ import redis
 
 from headrace_broker import QueueFullError, QueueUnavailableError
 from headrace_gateway import generation
+from headrace_gateway.keys.daily_budgets import DailyBudgets
 from headrace_gateway.pooling import endpoints
 
 AWAY = redis.ConnectionError("no connection")
@@ -21,10 +22,17 @@ BEFORE_AND_IN_THE_QUEUE = pytest.mark.parametrize(
 
 
 def gateway_with(before: Exception | None, submit: Any) -> Any:
+    decision = Mock(is_admitted=True, made={"r"})
+    client = Mock(
+        submit=submit,
+        submit_pooling=submit,
+        reserve_tokens=AsyncMock(return_value=decision),
+        release_tokens=AsyncMock(),
+    )
     return Mock(
-        budgets=Mock(reserve_once=AsyncMock(return_value={"r"}), release=AsyncMock()),
+        budgets=DailyBudgets(client),
         stored=Mock(admit=AsyncMock(side_effect=before), change=AsyncMock()),
-        client=Mock(submit=submit, submit_pooling=submit),
+        client=client,
         envelopes=Mock(put=AsyncMock(side_effect=before)),
         redis=Mock(delete=AsyncMock()),
     )
@@ -40,7 +48,7 @@ async def test_a_pooling_call_keeps_its_reservation_only_if_it_may_be_queued(
     call = Mock(submissions=[Mock(request_id="r", headers={})])
     with pytest.raises(type(before or in_queue)):  # type: ignore[arg-type]
         await endpoints._submit(gateway, Mock(), call, Mock(expires=60), Mock())
-    assert bool(gateway.budgets.release.await_count) is is_released
+    assert bool(gateway.client.release_tokens.await_count) is is_released
 
 
 @BEFORE_AND_IN_THE_QUEUE
@@ -56,4 +64,4 @@ async def test_a_completion_keeps_its_reservation_only_if_it_may_be_queued(
     headers = Mock(idempotency_key=None, priority=None, expires=60)
     with pytest.raises(type(before or in_queue)):  # type: ignore[arg-type]
         await generation.submit(gateway, Mock(), Mock(requests=[Mock()]), headers, Mock(prefix="cmpl-"), Mock())
-    assert bool(gateway.budgets.release.await_count) is is_released
+    assert bool(gateway.client.release_tokens.await_count) is is_released

@@ -63,7 +63,8 @@ def _structlog_to_logging() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave files of one place in the order that pytest-randomly gave them."""
-    changed = changed_files() if config.option.short else None  # then every test is kept, and marks are checked
+    everything = None  # then every test is kept, and marks are checked
+    changed = (changed_files() or ()) if config.option.short else everything
     without = left_out(items, changed, config.getoption("randomly_seed", 0))
     config.hook.pytest_deselected(items=list(without))
     items[:] = [item for item in items if item not in without]

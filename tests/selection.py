@@ -9,9 +9,12 @@ the root of the checkout:
 Tests that start workers of their own, by the fixture make_service, are rotated too: a start takes four seconds, and
 the chaos of each short run kills, stops and preempts workers, engines and servers in every way that these tests do.
 
-All of them run after a change in one of `folders`, of the test's file or of the pinned packages. The sixth follows from
-the seed of pytest-randomly, which differs from run to run and is printed at the end: `pytest -p no:xdist --short
---randomly-seed=SEED` takes the same tests in the same order.
+All of them run after a change in one of `folders`, of the test's file or of the pinned packages. After a change of
+more than MOST_CHANGED files this would be nearly all of them, so a short run takes a sixth of each. It does so, too,
+where git does not know what has changed.
+
+The sixth follows from the seed of pytest-randomly, which differs from run to run and is printed at the end:
+`pytest -p no:xdist --short --randomly-seed=SEED` takes the same tests in the same order.
 
 `python tests/selection.py PATH ...` ends with status 0 if one of the paths has changed.
 """
@@ -33,6 +36,8 @@ ROOT: Final = Path(__file__).parents[1]
 SHARES: Final = 6
 COMMITS: Final = 5
 """How many commits back a short run looks. A longer series is tested before it is pushed."""
+MOST_CHANGED: Final = 100
+"""Files. A change of more has been tested by `make test-all` before it is pushed."""
 PINS: Final = "constraints.txt"
 
 
@@ -42,14 +47,15 @@ def changed_files(root: Path = ROOT) -> frozenset[str] | None:
     After a push nobody knows how many commits it had. Before it, the branch that HEAD follows tells it.
 
     Returns:
-        None if git does not know, for instance in a clone without history.
+        None if there are more than MOST_CHANGED, or if git does not know, for instance in a clone without history.
     """
     commits = _listed(root, "diff", "--name-only", f"HEAD~{COMMITS}")
     files = _listed(root, "ls-files", "--others", "--exclude-standard")
     if commits is None or files is None:
         return None
     not_pushed = _listed(root, "diff", "--name-only", "@{upstream}...HEAD") or []
-    return frozenset(commits + files + not_pushed)
+    changed = frozenset(commits + files + not_pushed)
+    return changed if len(changed) <= MOST_CHANGED else None
 
 
 def _listed(root: Path, *command: str) -> list[str] | None:
@@ -59,7 +65,7 @@ def _listed(root: Path, *command: str) -> list[str] | None:
 
 
 def touches(changed: Iterable[str] | None, folders: Sequence[str]) -> bool:
-    """Return whether a changed file is one of `folders` or lies in one. Without knowledge of changes, it is so."""
+    """Return whether a changed file is one of `folders` or lies in one. None stands for a change of everything."""
     return changed is None or any(PurePosixPath(name).is_relative_to(folder) for name in changed for folder in folders)
 
 
@@ -98,4 +104,4 @@ def _folders(item: pytest.Item, name: str) -> tuple[str, ...] | None:
 
 
 if __name__ == "__main__":
-    sys.exit(not touches(changed_files(), sys.argv[1:]))
+    sys.exit(not touches(changed_files() or (), sys.argv[1:]))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from selection import COMMITS, ROOT, SHARES, changed_files, left_out
+from selection import COMMITS, MOST_CHANGED, ROOT, SHARES, changed_files, left_out
 
 
 @dataclass(eq=False)
@@ -84,10 +84,20 @@ def test_a_change_that_concerns_a_test_keeps_all() -> None:
     assert kept(items, 1, ["engine/headrace_engine_vllm/child.py", "README.md"]) != items
 
 
-def test_all_are_kept_where_git_knows_of_no_changes(tmp_path: Path) -> None:
-    assert changed_files(tmp_path) is None
+def test_a_whole_run_keeps_all() -> None:
     items = parameters()
     assert kept(items, 1, None) == items
+
+
+def test_too_many_changes_and_a_folder_without_history_are_unknown_changes(tmp_path: Path) -> None:
+    assert changed_files(tmp_path) is None
+    git(tmp_path, "init", "-b", "main")
+    commit(tmp_path, *(f"commit-{number}" for number in range(COMMITS + 1)))
+    for number in range(MOST_CHANGED - COMMITS):
+        (tmp_path / f"new-{number}").touch()
+    assert len(changed_files(tmp_path) or ()) == MOST_CHANGED
+    (tmp_path / "one-more").touch()
+    assert changed_files(tmp_path) is None
 
 
 def test_files_are_kept_or_left_out_as_a_whole() -> None:

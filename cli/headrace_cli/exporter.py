@@ -27,7 +27,9 @@ from headrace_broker.server.persistence import persistence_is_ok
 from headrace_broker.server.queue_servers import QueueServers
 from headrace_broker.server.restart_safety import restart_safety
 from headrace_broker.server.stream_servers import StreamServers
+from headrace_broker.usage.ledger import UsageCounts
 from headrace_cli.stream_server_sampler import StreamServerSampler
+from headrace_cli.usage_sampler import UsageSampler
 from headrace_monitoring.health import HealthServer
 from headrace_monitoring.redis_levels import RedisLevels
 from headrace_monitoring.service_levels import ModelLevels, ServiceExposition, ServiceLevels
@@ -89,6 +91,7 @@ class Exporter:
         self._streams = StreamServers(client, {}, 0) if streams is None else streams
         self._stream_servers = StreamServerSampler(self._streams)
         self._servers = QueueServers(client, {}) if servers is None else servers
+        self._usage = UsageSampler()
         self._models = tuple(models)
         self._interval = interval_seconds
         self._reader = QueueLevelReader(self._servers.of)
@@ -213,9 +216,17 @@ class Exporter:
         self, server: "redis.Redis", queues: Mapping[str, tuple[str, RegisteredModel | None]]
     ) -> dict[str, ModelLevels]:
         """Return the levels of these queues of the server. `queues` are their models."""
-        unread = self._unread_messages(server, queues)
+        unread, usage = self._unread_messages(server, queues), self._usage.read(server)
         return {
-            queue: _levels_of(server, queues[queue][0], queue, found, unread[queue], queues[queue][1])
+            queue: _levels_of(
+                server,
+                queues[queue][0],
+                queue,
+                found,
+                unread[queue],
+                queues[queue][1],
+                usage.get(queues[queue][0], UsageCounts()),
+            )
             for queue, found in self._reader.read(queues).items()
         }
 
@@ -244,7 +255,13 @@ class Exporter:
 
 
 def _levels_of(
-    server: "redis.Redis", model: str, queue: str, found: QueueLevels, unread: int, registered: RegisteredModel | None
+    server: "redis.Redis",
+    model: str,
+    queue: str,
+    found: QueueLevels,
+    unread: int,
+    registered: RegisteredModel | None,
+    used: UsageCounts,
 ) -> ModelLevels:
     return ModelLevels(
         model=model,
@@ -257,6 +274,12 @@ def _levels_of(
         unread=unread,
         blocked=found.problem is not None,
         last_seen=None if registered is None else registered.seen,
+        used_requests=used.requests,
+        used_tokens={
+            "prompt": used.prompt_tokens,
+            "cached": used.cached_tokens,
+            "generated": used.completion_tokens,
+        },
         outstanding_tokens=read_outstanding_tokens(server, queue),
         tokens_per_second=None if registered is None else registered.tokens_per_second,
         earliest_slack_seconds=read_earliest_slack(server, queue),

@@ -194,6 +194,8 @@ def _exporter_registry() -> Collector:
         oldest_age_seconds=0.0,
         blocked=False,
         last_seen=0.0,
+        used_requests=0,
+        used_tokens=dict.fromkeys(("prompt", "cached", "generated"), 0),
         outstanding_tokens={"waiting": 0.0, "leased": 0.0},
         tokens_per_second=0.0,
         earliest_slack_seconds=0.0,

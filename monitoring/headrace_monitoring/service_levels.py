@@ -41,6 +41,10 @@ class ModelLevels:
     """A key of the queue has the wrong type, so that no worker gets messages."""
     last_seen: float | None
     """Unix time at which a worker last reported that it serves the model; None: no worker ever did."""
+    used_requests: int
+    """Requests in the usage ledger that ended since 00:00 UTC."""
+    used_tokens: Mapping[str, int]
+    """Their tokens: `prompt`, `cached` (among those of the prompts) and `generated`."""
     outstanding_tokens: Mapping[str, float] | None
     """Expected tokens of the messages that are due, by state; None: there is nothing to estimate them from."""
     tokens_per_second: float | None
@@ -210,6 +214,16 @@ class ServiceExposition(Collector):
             "earliest_slack_seconds",
             "Time until the earliest deadline of the waiting messages; negative: it has passed. Absent: none has one.",
             [(labels, slack) for labels, model in of if (slack := model.earliest_slack_seconds) is not None],
+        )
+        yield counter(
+            "usage_requests",
+            "Requests of the usage ledger. Begins at 0 every day at 00:00 UTC.",
+            [(labels, model.used_requests) for labels, model in of],
+        )
+        yield counter(
+            "usage_tokens",
+            "Tokens of the usage ledger. Begins at 0 every day at 00:00 UTC. Cached tokens are among those of prompts.",
+            [(labels | {"kind": kind}, tokens) for labels, model in of for kind, tokens in model.used_tokens.items()],
         )
         yield gauge(
             "model_last_seen_timestamp_seconds",

@@ -16,13 +16,18 @@ import redis
 from prometheus_client.parser import text_string_to_metric_families
 
 from headrace_broker.client.client import Client
-from headrace_broker.keys import queue_lists, queue_name
+from headrace_broker.keys import queue_lists, queue_name, usage_key
 from headrace_broker.models.registry import register_model
+from headrace_broker.packing import pack
 from headrace_broker.queue.leases import Leases
+from headrace_broker.results import Usage
 from headrace_broker.server.connections import address_of, connect
 from headrace_broker.server.embedded import EmbeddedServer
 from headrace_broker.server.queue_servers import QueueServers
+from headrace_broker.usage.entry import UsageEntry
+from headrace_broker.usage.ledger import DAY
 from headrace_cli.exporter import MAX_MODELS, Exporter
+from headrace_cli.usage_sampler import INTERVAL_SECONDS, UsageSampler
 from headrace_monitoring.exposition import ExpositionFormat
 from headrace_wire.codes import DeadLetterReason
 from service.servers import make_server
@@ -100,6 +105,43 @@ def test_the_tokens_of_a_queue_are_exported_once_a_request_has_ended(
     exporter.poll()
     assert value(exporter, "headrace_outstanding_worker_seconds", **queue) == 9
     assert value(exporter, "headrace_worker_tokens_per_second", model="one") == 50
+
+
+def test_the_usage_of_the_day_is_exported_by_model(redis_server: EmbeddedServer, redis_client: "redis.Redis") -> None:
+    leases = Leases(redis_client, lease_seconds=60, delivery_limit=3, usage_days=1)
+    exporter = Exporter(redis_client, models=["one", "unused"], port=0)
+    with Client(redis_server.url, check_model=False) as client:
+        client.submit_many([{"prompt": "a", "model": "one"}] * 2)
+    for message, usage in zip(
+        leases.fetch(queue_lists(queue_name("one")), 2), (Usage(10, 4, 3), Usage(5, 0, 1)), strict=True
+    ):
+        leases.hold(message.lease_id, message)
+        leases.cost(message.lease_id, 13, UsageEntry("completions", "", usage))
+        leases.ack(message.lease_id)
+    exporter.poll()
+    assert value(exporter, "headrace_usage_requests_total", model="one", queue="headrace.one") == 2
+    assert value(exporter, "headrace_usage_requests_total", model="unused") == 0
+    used = {"prompt": 15, "cached": 4, "generated": 4}
+    tokens = {kind: value(exporter, "headrace_usage_tokens_total", model="one", kind=kind) for kind in used}
+    assert tokens == used
+
+
+def test_the_usage_is_read_again_after_a_while_and_on_a_new_day(redis_client: "redis.Redis") -> None:
+    now = 10 * DAY + 100.0
+    sampler = UsageSampler(clock=lambda: now)
+
+    def count(hour: int) -> None:
+        redis_client.hset(usage_key(hour), pack(["", "", "headrace.one", "completions", 3]), pack([1] * 6))
+
+    assert sampler.read(redis_client) == {}
+    count(10 * DAY)
+    assert sampler.read(redis_client) == {}
+    now += INTERVAL_SECONDS
+    assert sampler.read(redis_client)["one"].requests == 1
+    now = 11 * DAY - 1.0
+    assert sampler.read(redis_client)["one"].requests == 1
+    now = 11 * DAY + 1.0
+    assert sampler.read(redis_client) == {}
 
 
 def test_the_time_until_the_earliest_deadline_is_exported_if_a_waiting_message_has_one(
@@ -251,8 +293,8 @@ def test_the_number_of_series_is_bounded_for_any_number_of_registered_models(
     text = exporter.exposition.exposition().decode()
     assert 'model="model-4"' not in text  # the models last seen longest ago are left out
     # 3 states, 4 priorities, 10 reasons, age, run out, unread, last seen, blocked, tokens of 2 states,
-    # tokens a second, seconds of work: what docs/monitoring.md states
-    assert sum('model="' in line for line in text.splitlines()) == 26 * MAX_MODELS
+    # tokens a second, seconds of work, used requests and 3 kinds of used tokens: what docs/monitoring.md states
+    assert sum('model="' in line for line in text.splitlines()) == 30 * MAX_MODELS
 
 
 def test_an_exporter_with_a_wrong_password_is_not_ready_and_says_so(redis_server: EmbeddedServer) -> None:

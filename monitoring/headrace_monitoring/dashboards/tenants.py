@@ -13,7 +13,7 @@ def dashboard() -> sdk.Dashboard:
         "headrace-tenants",
         "Headrace: tenants",
         'Requests, tokens and waits by tenant. "other": not named by HEADRACE_TENANTS. "none": no tenant.',
-        {"Share": _share(), "Service": _service()},
+        {"Share": _share(), "Service": _service(), "Usage ledger of all tenants": _usage()},
     )
 
 
@@ -31,6 +31,23 @@ def _share() -> Row:
             "Prompt tokens a second of requests that have ended, including cached tokens.",
             rate_by("tenant_tokens_total", "tenant", ',kind="prompt"'),
             unit="suffix: tokens/s",
+        ),
+    }
+
+
+def _usage() -> Row:
+    return {
+        "Requests of an hour by model": stack(
+            "Requests of the usage ledger that ended in the last hour.",
+            ("max by (model) (increase(headrace_usage_requests_total{@queue}[1h]))", "{{model}}"),
+        ),
+        "Tokens of an hour by kind": graph(
+            "Tokens of the usage ledger in the last hour. Cached tokens are among those of prompts.",
+            (
+                "sum by (kind) (max by (model, kind) (increase(headrace_usage_tokens_total{@queue}[1h])))",
+                "{{kind}}",
+            ),
+            unit="suffix: tokens",
         ),
     }
 

@@ -62,6 +62,8 @@ EXPORTER.polled(
                 oldest_age_seconds=12.5,
                 blocked=False,
                 last_seen=900.0,
+                used_requests=40,
+                used_tokens={"prompt": 4000, "cached": 1000, "generated": 2000},
                 outstanding_tokens={"waiting": 4000.0, "leased": 2000.0},
                 tokens_per_second=500.0,
                 earliest_slack_seconds=30.0,

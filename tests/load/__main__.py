@@ -65,7 +65,7 @@ def tables(report: Report) -> list[Table]:
         "subscribers in a blocking read, median": f"{_listening(report):.0f}",
         "chunks per second": f"{report.chunks / report.seconds:.0f}",
         "sleep of the engine, seconds": f"{plan.seconds:.0f}",
-        "keys in Redis before and after": f"{report.keys_before}, {report.keys_after}",
+        "keys in Redis before and after": f"{len(report.keys_before)}, {len(report.keys_after)}",
     }
     for name, value in rows.items():
         cost.add_row(name, value)

@@ -1,4 +1,4 @@
-"""A short seeded cut of `make chaos`: every fault once, of which a short run takes six."""
+"""A short seeded cut of `make chaos`: every fault once, of which a short run takes four."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chaos.model import save_chaos_model
 from chaos.site import Site
 from service.servers import OLDEST_PROGRAMS
 
-SHORT_FAULTS = 6
+SHORT_FAULTS = 4
 ENDING = {"cancel_requests", "pass_deadlines", "send_poison"}
 """Faults that end requests before their end."""
 

@@ -1,7 +1,9 @@
-"""A short seeded cut of `python -m chaos.pooling`."""
+"""A short seeded cut of `python -m chaos.pooling`: four faults, of which a short run takes two."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,18 +12,28 @@ from chaos import faults
 from chaos.pooling import PoolingHarness, pooling_site, summary
 from chaos.recorder import Chunk, Computed, RowsLog, finished_again
 
-_SHORT = (faults.kill_worker, faults.kill_engine, faults.freeze_worker, faults.restart_redis)
+_FAULTS = (faults.kill_worker, faults.kill_engine, faults.freeze_worker, faults.restart_redis)
+
+
+@pytest.fixture
+def chosen(request: pytest.FixtureRequest) -> Sequence[faults.Fault]:
+    """All faults, or in a short run those that its seed chooses."""
+    if not request.config.getoption("short"):
+        return _FAULTS
+    return random.Random(request.config.getoption("randomly_seed", 0)).sample(_FAULTS, 2)
 
 
 @pytest.mark.timeout(600)
-def test_whatever_breaks_each_row_comes_once_and_finished_ones_are_not_computed_again(tmp_path: Path) -> None:
+def test_whatever_breaks_each_row_comes_once_and_finished_ones_are_not_computed_again(
+    chosen: Sequence[faults.Fault], tmp_path: Path
+) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
     site, record = pooling_site(tmp_path, logs)
     with site:
         harness = PoolingHarness(site, record, seed=30)
         harness.learn()
-        rounds = harness.run(len(_SHORT), report=lambda _: None, chosen=_SHORT)
+        rounds = harness.run(len(chosen), report=lambda _: None, chosen=chosen)
     assert [problem for done in rounds for problem in done.problems] == []
     total = summary(rounds)[-1]
     assert (total["lost"], total["wrong"], total["finished_again"]) == (0, 0, 0)

@@ -15,6 +15,10 @@ from headrace_engine.conformance.suite import Outcome, Suite
 from headrace_engine.core.outputs import PooledRows
 from headrace_engine.requests.pooling_request import PoolingCoreRequest
 
+pytestmark = pytest.mark.rotated(
+    "engine/headrace_engine/runner/pooling", "engine/headrace_engine/core", "engine/headrace_engine/conformance"
+)
+
 
 def run(folder: Path) -> dict[str, tuple[Outcome, str]]:
     options: dict[str, Any] = {"model": str(folder), "max_model_len": 60, "max_num_batched_tokens": 256}

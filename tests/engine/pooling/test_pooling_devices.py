@@ -21,6 +21,8 @@ from headrace_engine.runner.contracts import PoolingInput
 from headrace_engine.runner.pooling.padded_encoder import PaddedEncoder
 from headrace_engine.runner.static import devices
 
+pytestmark = pytest.mark.rotated("engine/headrace_engine/runner/pooling", "engine/headrace_engine/runner/static")
+
 Folder = Callable[[str], Path]
 # positions from 2 on, windows, no positions, causal attention, windows both ways, modules behind it, heads and pairs
 NAMES = ["bert", "roberta", "modernbert", "nomic_bert", "qwen3", "gemma3_text", "two-dense", "bert-3", "logit-score"]

@@ -35,6 +35,8 @@ from service.redis_users import users
 from service.workers.service import DEADLINE
 from service.workers.worker_process import WorkerProcess
 
+pytestmark = pytest.mark.rotated("broker/headrace_broker/server", "broker/headrace_broker/streams")
+
 PARAMS = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 NUM_STREAMS = 64
 TOKENS = 80

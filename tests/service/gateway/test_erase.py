@@ -19,6 +19,8 @@ from service.gateway.gateway_process import GatewayProcess
 from service.servers import make_server
 from service.workers.service import QUEUE, Service, results
 
+pytestmark = pytest.mark.rotated("cli/headrace_cli/erase", "broker/headrace_broker/usage")
+
 TENANTS = ("acme", "beta")
 MARKS = {"acme": "acme-own-words", "beta": "beta-own-words"}
 

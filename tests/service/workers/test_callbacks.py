@@ -22,6 +22,8 @@ from service.workers.service import DEADLINE, QUEUE, Service
 from service.workers.shop_app import ShopWorker, close_app, make_app
 from service.workers.worker_process import WorkerProcess
 
+pytestmark = pytest.mark.rotated("workers/headrace_workers/celery", "workers/headrace_workers/preparation")
+
 PERMITTED = {"callback_tasks": "shop.*,headrace.generate", "callback_queues": f"celery,shop,{QUEUE}"}
 PARAMS = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
 

@@ -10,6 +10,10 @@ from celery.result import AsyncResult
 from fleet.workers import SleepingService, sleeping_service
 from service.workers.service import Service, assert_result_is_stream, results
 
+pytestmark = pytest.mark.rotated(
+    "broker/headrace_broker/queue", "broker/headrace_broker/lua", "workers/headrace_workers/requests"
+)
+
 STEP_SECONDS = 0.02
 PREEMPTED = 'headrace_queue_returned_messages_total{reason="preempted"}'
 

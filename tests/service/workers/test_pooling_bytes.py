@@ -18,6 +18,10 @@ from headrace_engine import LLM
 from headrace_engine.runner.linear import packed_linear
 from service.workers.service import DEADLINE, QUEUE, Service
 
+pytestmark = pytest.mark.rotated(
+    "engine/headrace_engine/runner/pooling", "engine/headrace_engine/runner/linear", "workers/headrace_workers/requests"
+)
+
 OTHERS = 2047
 STEP_TOKENS = 256
 

@@ -28,6 +28,10 @@ from service.servers import make_server
 from service.workers.service import DEADLINE
 from service.workers.worker_process import WorkerProcess
 
+pytestmark = pytest.mark.rotated(
+    "broker/headrace_broker/server", "broker/headrace_broker/streams", "workers/headrace_workers/requests"
+)
+
 PARAMS = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 
 

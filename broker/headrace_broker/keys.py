@@ -25,6 +25,8 @@ ENGINE_LOSSES_SECONDS: Final = 86_400
 IDEMPOTENCY_SECONDS: Final = 86_400
 SENT_SECONDS: Final = 86_400
 HUB_SECONDS: Final = 3600
+CONTENT_DIGITS: Final = 32
+"""The first digits of a `message_envelope.content_digest`; the others are those of the queue."""
 TOKENIZER_SECONDS: Final = 10
 REAPER_SECONDS: Final = 0.4
 """How often the reaper of a queue and its deputy renew their rights."""
@@ -51,6 +53,7 @@ KEYS: Final = KeySchema(
         "ENDED_SECONDS": str(ENDED_SECONDS),
         "SHARE_SECONDS": str(SHARE_SECONDS),
         "SENT_SECONDS": str(SENT_SECONDS),
+        "CONTENT_DIGITS": str(CONTENT_DIGITS),
         "REAPER_MILLISECONDS": str(REAPER_MILLISECONDS),
         "HOLDERS_SECONDS": str(HOLDERS_SECONDS),
         "HOLDERS_KEPT": str(HOLDERS_KEPT),

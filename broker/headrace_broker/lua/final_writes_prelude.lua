@@ -37,9 +37,9 @@ local function make_final_writes()
       if number == 0 then is_new = call(command, key, value, 'NX') else is_new = call(command, key, value, 'NX', 'EX', number) end
       if is_new then redis.pcall(publish, key, value) end
     elseif kind == 'once' then
-      -- Workers of an earlier version have only the first 32 digits of the content.
+      -- A message whose queue is unknown has no digits of it.
       local before = call(command, key, value, 'EX', SENT_SECONDS, 'GET')
-      if before and string.sub(before, 1, 32) == string.sub(value, 1, 32) then num_skipped = number end
+      if before and string.sub(before, 1, CONTENT_DIGITS) == string.sub(value, 1, CONTENT_DIGITS) then num_skipped = number end
     elseif kind == 'claim' then
       local holder = call(command, key)
       if holder and holder ~= value then num_skipped = number end

@@ -32,16 +32,15 @@ local function tail(key)
   return last, attempt, offset
 end
 
--- A stream belongs to the message whose content digest its first entry has. The entry of a cancellation, or of a worker
--- of an earlier version, has none: then the stream belongs to any message of the request. A worker of an earlier version
--- writes a shorter digest, without the digits of the queue. Then only the digits that both have are compared.
-local SHORTER_DIGEST = 32
+-- A stream belongs to the message whose content digest its first entry has, and to the queue whose digest it has: the
+-- first CONTENT_DIGITS of `content`, and the others. The entry of a cancellation has neither, and that of a worker of an
+-- earlier version no queue: then it belongs to any.
 local function is_of_another(key, content)
   local first = redis.call('XRANGE', key, '-', '+', 'COUNT', 1)[1]
   local readable, data = pcall(cmsgpack.unpack, first and field(first, 'data') or '')
   if not readable or type(data) ~= 'table' or type(data.content) ~= 'string' then return false end
-  local compared = math.max(SHORTER_DIGEST, math.min(#data.content, #content))
-  return string.sub(data.content, 1, compared) ~= string.sub(content, 1, compared)
+  local queue = string.sub(content, CONTENT_DIGITS + 1)
+  return data.content ~= string.sub(content, 1, CONTENT_DIGITS) or (data.queue or queue) ~= queue and queue ~= ''
 end
 
 -- No worker reaches so many attempts or tokens. An id has 64 bits for each, and Lua is exact up to 2^53.

@@ -68,8 +68,8 @@ def check_envelope(payload: dict[str, Any]) -> None:
 def content_digest(payload: Mapping[str, Any], queue: str) -> str:
     """Return 48 hex digits: 32 of a digest of a message's encoded body, task and tenant, and 16 of one of its queue.
 
-    A client that sends a request again writes another envelope (times, tags, priority) with the same content. Workers
-    of an earlier version have only the first 32 digits. Without a queue ('', if it is unknown), so does this function.
+    A client that sends a request again writes another envelope (times, tags, priority) with the same content. Without
+    a queue ('', if it is unknown), there are only the first 32 digits.
     """
     headers = payload.get("headers")
     named = [headers.get(name) for name in ("task", "tenant")] if isinstance(headers, Mapping) else []

@@ -14,6 +14,7 @@ import msgpack
 import redis
 
 from headrace_broker.keys import (
+    CONTENT_DIGITS,
     ENDED_SECONDS,
     ENGINE_LOSSES_SECONDS,
     PROBE_KEY,
@@ -204,6 +205,15 @@ class StreamClaim:
         return any(entry.attempt < self.attempt for entry in self.entries)
 
 
+def _of_message(digest: str) -> dict[str, str]:
+    """Return the fields of a first entry that say to which message the stream belongs, from a `content_digest`.
+
+    The digits of the queue have a field of their own. Workers of an earlier version compare the others as a whole.
+    """
+    fields = {"content": digest[:CONTENT_DIGITS], "queue": digest[CONTENT_DIGITS:]}
+    return {name: digits for name, digits in fields.items() if digits}
+
+
 def begun_with(entries: Iterable[StreamEvent], model: ModelIdentity) -> ModelIdentity | None:
     """Return the other model that computed output of these entries, if its weights differ from `model`'s; else None."""
     current: ModelIdentity | None = None
@@ -272,7 +282,7 @@ class StreamWriter:
         given = {
             "worker": worker_name,
             "wire": WIRE_NUMBER,
-            "content": content,
+            **_of_message(content or ""),
             "traceparent": traceparent,
             "abandon_after": abandon_after,
             **(model.to_wire() if model is not None else {}),
@@ -391,8 +401,7 @@ class StreamWriter:
         another Redis type in the stream's place is replaced.
         """
         data = end_data(finish_reason, None, error)
-        if content:
-            data["content"] = content
+        data |= _of_message(content)
         args = (pack(data), self._ttl_seconds, self._ttl_seconds, content)
         name = self._prefix + request_id
         found = self._end(*args, stream=stream_key(name), ended=ended_key(name))

@@ -8,6 +8,7 @@ import pytest
 import redis
 
 from headrace_broker.keys import lease_bodies_key, lease_requests_key, leases_key, queue_lists, stream_key
+from headrace_broker.packing import unpack
 from headrace_broker.queue.dead_letters import DeadLetter, dead_letters, requeue
 from headrace_broker.queue.leased_message import LeasedMessage
 from headrace_broker.queue.leases import Leases
@@ -269,6 +270,8 @@ def test_a_stream_goes_on_between_a_worker_and_one_of_an_earlier_version(
     begun, resumed = digests if earlier_begins else digests[::-1]
     writer = StreamWriter(redis_client, 60)
     writer.claim("r", "w", content=begun)
+    ((_, first),) = redis_client.xrange(stream_key("r"))
+    assert unpack(first[b"data"])["content"] == digests[0], "a worker of the earlier version compares it as a whole"
     assert not writer.claim("r", "w", content=resumed).is_of_another_message
     other = content_digest(message(b"another", request_id="r"), QUEUE)
     assert writer.claim("r", "w", content=other).is_of_another_message

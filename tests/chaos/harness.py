@@ -8,6 +8,7 @@ intruder attacks the requests with a producer's rights.
 import contextlib
 import random
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -165,8 +166,11 @@ class Harness:
         return request_id is not None and self._site.home_of(request_id) in self._site.emptied
 
     def _intrude(self, handles: Sequence[AsyncResult], numbers: Sequence[int]) -> Intruder:
-        """Start the intruder when a worker has seen every request. An earlier message would take the id of one."""
-        request_ids = [handle.id for handle in handles]
+        """Start the intruder when a worker has seen every request. An earlier message would take the id of one.
+
+        Where a worker may take such a message although another one has seen the request, it gets ids of its own.
+        """
+        request_ids = [handle.id if self._site.has_shared_keys else uuid.uuid4().hex for handle in handles]
         last = queue_lists(QUEUE)[-1]
         self._wait(lambda: not self._site.client.exists(last, arrived_key(last)), 30.0)
         prompts = [self._kinds[number].prompt for number in numbers]

@@ -93,6 +93,8 @@ class Site:
     """Choices that a worker runs at once."""
     has_ledger = True
     """Whether all workers count tokens in the ledger."""
+    has_shared_keys = True
+    """Whether each worker knows the requests that the others have seen."""
 
     def __init__(
         self,

@@ -57,6 +57,7 @@ class MixedSite(Site):
 
     def __init__(self, model: str, folder: Path, earlier: Path) -> None:
         self._earlier: Final = EarlierCode(earlier)
+        self.has_shared_keys = (earlier / "wire/headrace_wire/wire_number.py").exists()
         self._senders: dict[str, str] = {}
         self.meetings: Counter[Meeting] = Counter()
         super().__init__(model, folder)

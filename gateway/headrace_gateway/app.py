@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
+import headrace_broker.client.message_sender  # noqa: F401  # imports Celery now, or the first request would wait for it
 from headrace_broker import AsyncClient, BrokerSettings, HeadraceBrokerError
 from headrace_broker.client.tokenizer_calls import TokenizerClient
 from headrace_broker.server.connections import REDIS_ERRORS, connect_async

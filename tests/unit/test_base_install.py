@@ -17,6 +17,13 @@ OF_WORKERS_AND_GATEWAYS = {
     *("starlette", "uvicorn", "msgspec", "pydantic"),
     *("headrace_engine", "headrace_workers", "headrace_gateway", "headrace_cli", "headrace_monitoring"),
 }
+OF_RARE_CALLS = {
+    f"headrace_broker.{name}"
+    for name in (
+        *("client.pooling_calls", "client.decision_calls", "pooling_results", "usage.ledger", "usage.budgets"),
+        *("queue.dead_letters", "queue.levels", "queue.request_search"),
+    )
+}
 
 
 def imported(statement: str) -> set[str]:
@@ -47,8 +54,16 @@ def test_an_import_of_the_package_imports_no_other_package() -> None:
     assert imported("import headrace_broker") == {"headrace_broker"}
 
 
-def test_a_client_imports_celery_and_redis_and_nothing_of_workers() -> None:
-    modules = imported("from headrace_broker import Client, AsyncClient")
+def test_a_client_imports_redis_and_no_celery_before_its_first_request() -> None:
+    clients = "Client('redis://127.0.0.1:1/0', model='m'); AsyncClient('redis://127.0.0.1:1/0', model='m')"
+    modules = imported(f"from headrace_broker import Client, AsyncClient; {clients}")
+    assert "redis" in roots(modules)
+    assert not (OF_WORKERS_AND_GATEWAYS | {"celery", "kombu"}) & roots(modules)
+    assert not OF_RARE_CALLS & modules
+
+
+def test_what_a_first_request_imports_is_not_of_workers() -> None:
+    modules = imported("import headrace_broker.client.message_sender")
     assert {"celery", "redis"} <= roots(modules)
     assert not OF_WORKERS_AND_GATEWAYS & roots(modules)
     assert not {"headrace_broker.queue.leases", "headrace_broker.queue.transport", "kombu.transport.redis"} & modules

@@ -1,26 +1,17 @@
 """The client for asyncio. `client.py` has the client for threads."""
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import wraps
-from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, TypeVar, Unpack
 
 import redis.asyncio
 
 from headrace_broker.call_rules import BEGINNING, check_last_id, check_last_ids, check_request_id, check_timeout
 from headrace_broker.client.client import READ_RETRIES, Client
-from headrace_broker.client.decision_calls import DecideOptions, decision_call
-from headrace_broker.client.pooling_calls import (
-    EmbedOptions,
-    Inputs,
-    PairInputs,
-    PoolingCall,
-    ScoreOptions,
-    check_top_n,
-    pooling_call,
-    score_call,
-)
 from headrace_broker.client.submission import (
     STREAM_STATUS,
     RequestStatus,
@@ -32,10 +23,8 @@ from headrace_broker.client.submission import (
     was_cancelled,
 )
 from headrace_broker.client.unavailable import unavailable
-from headrace_broker.decisions import Decided
 from headrace_broker.errors import ResultTimeoutError, StreamExpiredError
 from headrace_broker.keys import LISTENER_SECONDS, listener_key, result_key, stream_key
-from headrace_broker.pooling_results import Pooled, RankedDocument, ranking_of
 from headrace_broker.results import GenerateResult
 from headrace_broker.server.asking_homes import (
     AwayHomes,
@@ -55,17 +44,23 @@ from headrace_broker.streams.listeners import get_abandon_after, read_abandon_af
 from headrace_broker.streams.subscriber import read_streams_async
 from headrace_broker.streams.writer import END_STREAM
 
+if TYPE_CHECKING:
+    from headrace_broker.client.decision_calls import DecideOptions
+    from headrace_broker.client.pooling_calls import EmbedOptions, Inputs, PairInputs, PoolingCall, ScoreOptions
+    from headrace_broker.decisions import Decided
+    from headrace_broker.pooling_results import Pooled, RankedDocument
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def _in_thread(
     method: Callable[Concatenate[Client, P], T],
-) -> Callable[Concatenate["AsyncClient", P], Coroutine[Any, Any, T]]:
+) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
     """Return a coroutine function that runs the method in a thread."""
 
     @wraps(method)
-    async def call(self: "AsyncClient", /, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def call(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.to_thread(method, self._client, *args, **kwargs)
 
     return call
@@ -203,6 +198,8 @@ class AsyncClient:
 
     async def embed(self, texts: Inputs, *, timeout: float | None = None, **options: Unpack[EmbedOptions]) -> Pooled:
         """See `Client.embed`."""
+        from headrace_broker.client.pooling_calls import pooling_call
+
         return await self._pool(pooling_call("embed", {"input": texts}, options, self._model), timeout)
 
     async def score(
@@ -214,6 +211,8 @@ class AsyncClient:
         **options: Unpack[ScoreOptions],
     ) -> Pooled:
         """See `Client.score`."""
+        from headrace_broker.client.pooling_calls import score_call
+
         return await self._pool(score_call(query, documents, options, self._model), timeout)
 
     async def rerank(
@@ -226,6 +225,9 @@ class AsyncClient:
         **options: Unpack[ScoreOptions],
     ) -> list[RankedDocument]:
         """See `Client.rerank`."""
+        from headrace_broker.client.pooling_calls import check_top_n
+        from headrace_broker.pooling_results import ranking_of
+
         check_top_n(top_n)
         return ranking_of((await self.score(query, documents, timeout=timeout, **options)).rows.tolist(), top_n)
 
@@ -233,6 +235,8 @@ class AsyncClient:
         self, inputs: PairInputs, *, timeout: float | None = None, **options: Unpack[ScoreOptions]
     ) -> Pooled:
         """See `Client.classify`."""
+        from headrace_broker.client.pooling_calls import pooling_call
+
         return await self._pool(pooling_call("classify", {"input": inputs}, options, self._model), timeout)
 
     async def decide(
@@ -244,6 +248,8 @@ class AsyncClient:
         **options: Unpack[DecideOptions],
     ) -> Decided:
         """See `Client.decide`."""
+        from headrace_broker.client.decision_calls import decision_call
+
         call = decision_call(given, questions, options, self._model)
         answer = call.answer(await self.submit_pooling(call.submissions))
         async for request_id, event in self.events_many(answer.request_ids, timeout=timeout):
@@ -289,7 +295,7 @@ class AsyncClient:
     ) -> dict[str, Any]:
         """See `Client._statuses`."""
 
-        async def ask(home: str, server: "redis.asyncio.Redis") -> Any:
+        async def ask(home: str, server: redis.asyncio.Redis) -> Any:
             return await STREAM_STATUS.bound(server)(stream=stream_key(id_in_keys(home, request_id)))
 
         return await ask_homes_async(self._streams, homes, ask, action, first=first)

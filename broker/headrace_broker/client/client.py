@@ -1,17 +1,20 @@
-"""The client for producers and subscribers. `async_client.py` has the client for asyncio."""
+"""The client for producers and subscribers. `async_client.py` has the client for asyncio.
+
+Most programs only send requests and read streams. So Celery, and what other calls need, is imported on first use: it
+would double the time of an import.
+"""
+
+from __future__ import annotations
 
 import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Self, Unpack
 
 import redis
-from kombu import Queue
 
-from headrace_broker.app import make_app
 from headrace_broker.call_rules import (
     BEGINNING,
     check_all,
@@ -21,18 +24,7 @@ from headrace_broker.call_rules import (
     check_request_id,
     check_timeout,
 )
-from headrace_broker.client.decision_calls import DecideOptions, decision_call
 from headrace_broker.client.idempotency import IdempotencyKeys
-from headrace_broker.client.pooling_calls import (
-    EmbedOptions,
-    Inputs,
-    PairInputs,
-    PoolingCall,
-    ScoreOptions,
-    check_top_n,
-    pooling_call,
-    score_call,
-)
 from headrace_broker.client.submission import (
     STREAM_STATUS,
     RequestStatus,
@@ -52,7 +44,6 @@ from headrace_broker.client.submission import (
 from headrace_broker.client.tracing import ClientTracing
 from headrace_broker.client.unavailable import unavailable
 from headrace_broker.client.usage_calls import UsageCalls
-from headrace_broker.decisions import Decided
 from headrace_broker.errors import (
     QueueFullError,
     ResultTimeoutError,
@@ -62,17 +53,6 @@ from headrace_broker.errors import (
 )
 from headrace_broker.keys import ended_key, listener_key, queue_name, result_key, stream_key
 from headrace_broker.models.registry import RegisteredModel, known_models
-from headrace_broker.pooling_results import Pooled, RankedDocument, ranking_of
-from headrace_broker.queue.dead_letters import DeadLetter, dead_letters, purge, requeue
-from headrace_broker.queue.levels import (
-    QueueLevelReader,
-    QueueLevels,
-    read_backlog,
-    read_tenant_level,
-    read_tenants,
-    retry_after,
-)
-from headrace_broker.queue.request_search import is_known
 from headrace_broker.results import GenerateResult
 from headrace_broker.server.asking_homes import AwayHomes, ask_homes, unless_away
 from headrace_broker.server.connections import CONNECTION_ERRORS, address_of, connect
@@ -94,6 +74,13 @@ from headrace_broker.streams.subscriber import read_streams
 from headrace_broker.streams.writer import END_STREAM
 
 if TYPE_CHECKING:
+    from headrace_broker.client.decision_calls import DecideOptions
+    from headrace_broker.client.message_sender import MessageSender
+    from headrace_broker.client.pooling_calls import EmbedOptions, Inputs, PairInputs, PoolingCall, ScoreOptions
+    from headrace_broker.decisions import Decided
+    from headrace_broker.pooling_results import Pooled, RankedDocument
+    from headrace_broker.queue.dead_letters import DeadLetter
+    from headrace_broker.queue.levels import QueueLevelReader, QueueLevels
     from headrace_broker.queue.purge import PurgedMessages
 
 READ_RETRIES: Final = 3
@@ -121,22 +108,25 @@ class Client(UsageCalls):
     ) -> None:
         settings = as_settings(broker)
         self._redis: Final = connect(settings.redis_url, retries=READ_RETRIES)
-        self._urls: Final = settings.url_by_queue
-        servers = QueueServers(self._redis, self._urls, retries=READ_RETRIES)
+        servers = QueueServers(self._redis, settings.url_by_queue, retries=READ_RETRIES)
         super().__init__(settings, servers, IdempotencyKeys(self._redis))
         self.tracing: Final = ClientTracing(tracer_provider)
         self._model: Final = None if model is None else require_model(model)
         self._check_model: Final = check_model
         self._served: Final[set[str]] = set()
-        urls = {self.settings.redis_url, *self._urls.values()}
-        self._apps: Final = {url: make_app(replace(self.settings, redis_url=url, queue_urls="")) for url in urls}
-        """Celery's applications by the URL of the server to which they send."""
-        self._levels: Final = QueueLevelReader(self._servers.of)
+        self._sender: MessageSender | None = None
+        self._sender_lock: Final = threading.Lock()
         self._levels_lock: Final = threading.Lock()
         self._streams: Final = StreamServers.connected(
             self._redis, *self.settings.stream_servers, retries=STREAM_RETRIES, timeout=OTHER_TIMEOUT
         )
         self._following: Final = FollowingThread(self.settings.redis_url, *self.settings.stream_servers)
+
+    @cached_property
+    def _levels(self) -> QueueLevelReader:
+        from headrace_broker.queue.levels import QueueLevelReader
+
+        return QueueLevelReader(self._servers.of)
 
     def __enter__(self) -> Self:
         return self
@@ -146,8 +136,8 @@ class Client(UsageCalls):
 
     def close(self) -> None:
         """Close all connections."""
-        for app in self._apps.values():
-            app.close()
+        if self._sender is not None:
+            self._sender.close()
         self._following.close()
         self._streams.close()
         self._servers.close()
@@ -281,6 +271,8 @@ class Client(UsageCalls):
         every problem, RequestFailedError if a message did not succeed, ResultTimeoutError if a message makes no
         progress for `timeout` seconds, and the errors of `submit`.
         """
+        from headrace_broker.client.pooling_calls import pooling_call
+
         return self._pool(pooling_call("embed", {"input": texts}, options, self._model), timeout)
 
     def score(
@@ -292,6 +284,8 @@ class Client(UsageCalls):
         **options: Unpack[ScoreOptions],
     ) -> Pooled:
         """Score each document for the query, or for the query with the same index. Errors are those of `embed`."""
+        from headrace_broker.client.pooling_calls import score_call
+
         return self._pool(score_call(query, documents, options, self._model), timeout)
 
     def rerank(
@@ -304,11 +298,16 @@ class Client(UsageCalls):
         **options: Unpack[ScoreOptions],
     ) -> list[RankedDocument]:
         """Return the indices and scores of the `top_n` best documents, the best first; None or 0 returns all."""
+        from headrace_broker.client.pooling_calls import check_top_n
+        from headrace_broker.pooling_results import ranking_of
+
         check_top_n(top_n)
         return ranking_of(self.score(query, documents, timeout=timeout, **options).rows.tolist(), top_n)
 
     def classify(self, inputs: PairInputs, *, timeout: float | None = None, **options: Unpack[ScoreOptions]) -> Pooled:
         """Compute the classes of each text, pair of texts or list of token ids. Errors are those of `embed`."""
+        from headrace_broker.client.pooling_calls import pooling_call
+
         return self._pool(pooling_call("classify", {"input": inputs}, options, self._model), timeout)
 
     def decide(
@@ -323,6 +322,8 @@ class Client(UsageCalls):
 
         Questions and answers have the fields of OpenAI's decisions. Errors are those of `embed`.
         """
+        from headrace_broker.client.decision_calls import decision_call
+
         call = decision_call(given, questions, options, self._model)
         answer = call.answer(self.submit_pooling(call.submissions))
         for request_id, event in self.events_many(answer.request_ids, timeout=timeout):
@@ -368,6 +369,8 @@ class Client(UsageCalls):
         It searches the messages of all models that were ever served, so do not call it for every request. Raises
         StreamServerUnavailableError if it finds nothing, and a server that may have the stream is away.
         """
+        from headrace_broker.queue.request_search import is_known
+
         check_request_id(request_id)
         with unavailable(self.settings, "look for a request"):
             try:
@@ -390,7 +393,7 @@ class Client(UsageCalls):
     def _statuses(self, homes: Sequence[str], request_id: str, action: str, *, first: bool = False) -> dict[str, Any]:
         """Return the replies of the servers that have the stream, by home."""
 
-        def ask(home: str, server: "redis.Redis") -> Any:
+        def ask(home: str, server: redis.Redis) -> Any:
             return STREAM_STATUS.bound(server)(stream=stream_key(id_in_keys(home, request_id)))
 
         return ask_homes(self._streams, homes, ask, action, first=first)
@@ -415,6 +418,8 @@ class Client(UsageCalls):
 
         Messages that no worker has moved from the producer's list to their tenant's sorted set are not counted.
         """
+        from headrace_broker.queue.levels import read_tenants
+
         names = [require_model(model) for model in models]
         with unavailable(self.settings, "read the queue levels"):
             return {name: read_tenants(self._servers.of(queue_name(name)), queue_name(name)) for name in names}
@@ -428,6 +433,8 @@ class Client(UsageCalls):
             on_away: called with a message for each server of queues that is away. Its dead letters are missing then.
                 Without it, QueueUnavailableError is raised.
         """
+        from headrace_broker.queue.dead_letters import dead_letters
+
         check_limit(limit)
         found = []
         with unavailable(self.settings, "read the dead letters"):
@@ -445,23 +452,27 @@ class Client(UsageCalls):
 
         The others are no longer stored, or cannot be requeued: `queue/dead_letters.py` says why.
         """
+        from headrace_broker.queue.dead_letters import DeadLetter, requeue
+
         with unavailable(self.settings, "requeue dead letters"):
             checked = check_all("letters", letters, DeadLetter)
             return requeue(self._redis, checked, self._servers.of, streams=self._streams)
 
     def purge_dead_letters(self, letters: Iterable[DeadLetter]) -> int:
         """Delete these dead letters for good and return how many still existed."""
+        from headrace_broker.queue.dead_letters import DeadLetter, purge
+
         with unavailable(self.settings, "purge dead letters"):
             return purge(self._servers.of, check_all("letters", letters, DeadLetter))
 
-    def purge_queue(self, model: str | None = None) -> "PurgedMessages":
+    def purge_queue(self, model: str | None = None) -> PurgedMessages:
         """Cancel every request that waits in the model's queue and return how many. Running requests continue.
 
         The stream and the result of each cancelled request say that it was cancelled.
         """
-        model = require_model(self._model if model is None else model)
-        from headrace_broker.queue.purge import purge_queue  # imports the scripts of workers
+        from headrace_broker.queue.purge import purge_queue
 
+        model = require_model(self._model if model is None else model)
         queue, ttl_seconds = queue_name(model), self.settings.result_ttl_seconds
         with unavailable(self.settings, "purge a queue"):
             return purge_queue(self._servers.of(queue), queue, ttl_seconds=ttl_seconds, streams=self._streams)
@@ -476,18 +487,17 @@ class Client(UsageCalls):
         request_ids, to_send = self._idempotency.bind(submissions, self._used_ids(submissions))
         self._require_room(to_send)
         self._start_heartbeats(to_send)
-        by_url: dict[str, list[Submission]] = defaultdict(list)
-        for submission in to_send:
-            by_url[self._urls.get(queue_name(submission.model), self.settings.redis_url)].append(submission)
-        for url, submissions_there in by_url.items():
-            with (
-                self._apps[url].producer_pool.acquire(block=True) as producer,
-                producer.batch(max_size=batch_size) if batch_size else nullcontext(),
-            ):
-                for submission in submissions_there:
-                    self._publish(producer, submission)
+        self._message_sender().send(to_send, batch_size=batch_size)
         self._idempotency.mark_sent(to_send)
         return request_ids
+
+    def _message_sender(self) -> MessageSender:
+        with self._sender_lock:
+            if self._sender is None:
+                from headrace_broker.client.message_sender import MessageSender  # imports Celery
+
+                self._sender = MessageSender(self.settings, self.tracing)
+            return self._sender
 
     def _require_served(self, submissions: Iterable[Submission]) -> None:
         asked = {submission.model for submission in submissions}
@@ -519,6 +529,10 @@ class Client(UsageCalls):
     def _require_room(self, submissions: Sequence[Submission]) -> None:
         """Raise QueueFullError if the submissions exceed a limit. Concurrent clients can together exceed it."""
         limit, quota = self.settings.max_queued_requests, self.settings.max_queued_requests_per_tenant
+        if not limit and not quota:
+            return
+        from headrace_broker.queue.levels import read_backlog, read_tenant_level, retry_after
+
         if limit:
             for model, count in Counter(submission.model for submission in submissions).items():
                 backlog = read_backlog(self._servers.of(queue_name(model)), queue_name(model))
@@ -545,26 +559,3 @@ class Client(UsageCalls):
                     start_heartbeats(pipe, name, submission.headers["abandon_after"])
                     send_heartbeat(pipe, name)  # the key exists already if the request is sent again
                 pipe.execute()
-
-    def _publish(self, producer: Any, submission: Submission) -> None:
-        # Celery's own send_task would also subscribe this process to every result, until the process ends.
-        amqp = self._apps[self.settings.redis_url].amqp
-        message = amqp.create_task_message(
-            submission.request_id,
-            submission.request.task_name,
-            args=(),
-            kwargs=submission.request.to_kwargs(),
-            expires=submission.expires,
-            argsrepr="",  # the readable copies would put prompts into logs, events and monitors
-            kwargsrepr="",
-        )
-        with self.tracing.sending(submission) as context:
-            amqp.send_task_message(
-                producer,
-                submission.request.task_name,
-                message,
-                queue=Queue(queue_name(submission.model)),
-                declare=[],  # a Redis list needs no declaration
-                priority=submission.priority,
-                headers={**submission.headers, **context},
-            )

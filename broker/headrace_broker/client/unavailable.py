@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import redis
-from kombu.exceptions import BatchPublishError, OperationalError
 
 from headrace_broker.errors import HeadraceBrokerError, QueueUnavailableError
 from headrace_broker.server.connections import CONNECTION_ERRORS
@@ -18,5 +17,13 @@ def unavailable(settings: BrokerSettings, action: str) -> Iterator[None]:
         yield
     except HeadraceBrokerError:
         raise  # some are OSErrors too, such as ResultTimeoutError
-    except (*CONNECTION_ERRORS, redis.RedisError, OperationalError, BatchPublishError) as error:
+    except Exception as error:  # not BaseException: a closed generator must import nothing
+        if not isinstance(error, _server_errors()):
+            raise
         raise QueueUnavailableError(settings.safe_url, action, error) from error
+
+
+def _server_errors() -> tuple[type[Exception], ...]:
+    from kombu.exceptions import BatchPublishError, OperationalError  # here, because readers of streams need no kombu
+
+    return (*CONNECTION_ERRORS, redis.RedisError, OperationalError, BatchPublishError)

@@ -1,15 +1,23 @@
-"""`UsageCalls`: the client's calls to the usage ledger and to the budgets of API keys."""
+"""`UsageCalls`: the client's calls to the usage ledger and to the budgets of API keys.
+
+It imports both on first use, because most clients only send requests and read streams.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Final
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
 
 from headrace_broker.client.idempotency import IdempotencyKeys
 from headrace_broker.client.unavailable import unavailable
 from headrace_broker.keys import queue_name
 from headrace_broker.server.queue_servers import QueueServers
 from headrace_broker.settings import BrokerSettings
-from headrace_broker.usage.budgets import BudgetDecision, Budgets
-from headrace_broker.usage.ledger import Usages, read_usage
+
+if TYPE_CHECKING:
+    from headrace_broker.usage.budgets import BudgetDecision, Budgets
+    from headrace_broker.usage.ledger import Usages
 
 
 class UsageCalls:
@@ -19,10 +27,17 @@ class UsageCalls:
         self.settings: Final = settings
         self._servers: Final = servers
         self._idempotency: Final = idempotency
-        self._budgets: Final = Budgets(servers)
+
+    @cached_property
+    def _budgets(self) -> Budgets:
+        from headrace_broker.usage.budgets import Budgets
+
+        return Budgets(self._servers)
 
     def usage(self, width: int, start: int, end: int) -> Usages:
         """Return what was used in the buckets of a time range, see `read_usage`."""
+        from headrace_broker.usage.ledger import read_usage
+
         with unavailable(self.settings, "read the usage ledger"):
             return read_usage(self._servers, width, start, end)
 

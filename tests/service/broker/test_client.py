@@ -27,6 +27,7 @@ from headrace_broker import (
     Usage,
     make_app,
 )
+from headrace_broker.client.message_sender import MessageSender
 from headrace_broker.keys import MODELS_KEY, queue_lists, stream_key
 from headrace_broker.models.registry import RegisteredModel, register_model
 from headrace_broker.queue.leases import Leases
@@ -332,11 +333,11 @@ def test_many_requests_with_idempotency_keys_are_sent_once_each(client: Client, 
 def test_a_failed_submission_is_repeated_under_the_same_id(
     client: Client, redis_client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **_options: Any) -> None:
         raise redis.ConnectionError("gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr(client, "_publish", fail)
+        patch.setattr(MessageSender, "send", fail)
         with pytest.raises(QueueUnavailableError):
             client.submit("x", idempotency_key="k", request_id="first")
     assert client.submit("x", idempotency_key="k") == "first"

@@ -6,13 +6,14 @@ STAMP := $(VENV)/.installed
 XLA := .venv-xla
 COMPLY := .venv-comply
 CLIENTS := .venv-clients
+RECIPES := .venv-recipes
 DOCS := .venv-docs
 VLLM_VERSION ?= 0.32.0
 VLLM_VENV := .venv-vllm-$(VLLM_VERSION)
 # most modules are never imported; Python compiles the others when they are
 QUIET := --quiet --disable-pip-version-check --no-compile
 
-.PHONY: help demo test bytecode test-all mutations test-xla test-vllm test-triton triton browser model lint ops-tools packages check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz minilm gguf schemas tool-oracle conformance clients comply release chaos chaos-streams chaos-versions chaos-batch chaos-canvas hostile load matrix fleet fleet-idle fleet-burst fleet-affinity fleet-growth fleet-protocol fleet-sim fleet-due attacks stack systemd venv clean
+.PHONY: help demo test bytecode test-all mutations test-xla test-vllm test-triton triton browser model lint ops-tools packages check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz minilm gguf schemas tool-oracle conformance clients recipes comply release chaos chaos-streams chaos-versions chaos-batch chaos-canvas hostile load matrix fleet fleet-idle fleet-burst fleet-affinity fleet-growth fleet-protocol fleet-sim fleet-due attacks stack systemd venv clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -181,6 +182,15 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt
 	@npm install --silent --no-audit --no-fund --ignore-scripts --prefix $(CLIENTS)/node ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 celery-node@0.5.9 openai@6.49.0 zod@4.6.7
 	@touch $@
 
+recipes: $(STAMP) $(RECIPES)/.installed ## docs/recipes.md: Django, FastAPI, Airflow and DBOS on a real service, in an environment of 420 MB, with a table of what passed
+	@cd tests && ../$(BIN)/python -m recipes
+
+$(RECIPES)/.installed: tests/recipes/requirements.txt
+	@test -x $(RECIPES)/bin/python || $(PYTHON) -m venv $(RECIPES)
+	@echo "Installing the recipes' packages into $(RECIPES) (some minutes)"
+	@$(RECIPES)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/recipes/requirements.txt -e .
+	@touch $@
+
 conformance: $(STAMP) ## what every engine must do, case by case; ENGINE=... MODEL=... ARGS="--engine-python ..." for another one
 	@$(BIN)/python -m headrace_engine.conformance --engine $(or $(ENGINE),headrace) --model $(or $(MODEL),smollm2-135m-instruct) $(ARGS)
 
@@ -281,4 +291,4 @@ check-ops: ops-tools ## dashboards, rules, runbooks, deployment files, and all q
 	@HEADRACE_CHECK_OPS=1 $(BIN)/python -m pytest tests/unit/monitoring tests/service/operations tests/service/test_exporter.py tests/service/workers/test_connections.py tests/service/workers/test_failover.py -rs
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) $(XLA) .venv-vllm* $(CLIENTS) $(COMPLY) $(DOCS) build/docs .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(XLA) .venv-vllm* $(CLIENTS) $(RECIPES) $(COMPLY) $(DOCS) build/docs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -24,6 +24,7 @@ NAVIGATION = {
     "How to": [
         "enqueue",
         "canvas",
+        "recipes",
         "subscribe",
         "workers",
         "tenants",

@@ -5,9 +5,8 @@ Exit status 1 where a check failed.
 """
 
 import argparse
-import json
+import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from clients.model import save_model_with_tools
+from clients.outcomes import outcomes, print_table, progress
 from clients.pooling_models import EMBEDDER, RERANKER, save_pooling_models
 from headrace_cli.local.process import LocalWorker
 from headrace_cli.local.service import LocalService, RunningService
@@ -23,7 +23,6 @@ from headrace_cli.local.service import LocalService, RunningService
 HERE: Final = Path(__file__).parent
 ENVIRONMENT: Final = HERE.parent.parent / ".venv-clients"
 NODE: Final = ENVIRONMENT / "node"
-SECONDS: Final = 900
 PROGRAMS: Final = {path.stem.removeprefix("with_"): path for path in sorted(HERE.glob("with_*"))}
 
 
@@ -40,13 +39,7 @@ def main() -> int:
             for name in names:
                 progress(f"checking {name}")
                 results += checked(name, service, model)
-    print("| client | version | what was tried | result |\n|---|---|---|---|")
-    for result in results:
-        outcome = "passed" if result["error"] is None else f"failed: {' '.join(result['error'].split())[:200]}"
-        print(f"| {result['client']} | {result['version']} | {result['feature']} | {outcome} |")
-    failed = sum(result["error"] is not None for result in results)
-    print(f"\n{len(results) - failed} of {len(results)} passed")
-    return 1 if failed else 0
+    return print_table("client", results)
 
 
 @contextmanager
@@ -71,24 +64,7 @@ def checked(name: str, service: RunningService, model: Path) -> list[dict[str, A
     else:
         command, folder = [str(ENVIRONMENT / "bin" / "python"), str(program)], HERE
     command += [f"{service.url}/v1", service.model, str(model), service.redis_url, EMBEDDER, RERANKER]
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)
-    except subprocess.TimeoutExpired:
-        return [failure(name, f"it took more than {SECONDS} s")]
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"client"')]
-    if done.returncode or not results:
-        results.append(failure(name, f"its program ended with status {done.returncode}"))
-    if any(result["error"] is not None for result in results):
-        progress(done.stderr[-6000:])
-    return results
-
-
-def failure(name: str, error: str) -> dict[str, Any]:
-    return {"client": name, "version": "", "feature": "all checks", "error": error}
-
-
-def progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    return outcomes(name, command, folder, os.environ)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -35,3 +36,12 @@ def test_the_page_names_the_versions_that_are_installed() -> None:
     assert dict(re.findall(r"^([\w-]+)(?:\[\w+\])?==(\S+)", pinned, re.MULTILINE)) == dict(
         re.findall(r"^\| (\S+) \| ([\d.]+) \|", PAGE, re.MULTILINE)
     )
+
+
+def test_the_recipe_of_django_imports_nothing_of_headrace() -> None:
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in FILES if path.parent.name == "django_answers"]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    names |= {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    assert {"celery", "redis.asyncio"} <= names
+    assert [name for name in names if name.startswith("headrace")] == []

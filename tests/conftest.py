@@ -10,7 +10,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from selection import SHARES, changed_files, left_out
+from selection import SHARES, changed_files, left_out, of_a_short_run
 
 settings.register_profile("headrace", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("headrace")
@@ -64,7 +64,7 @@ def _structlog_to_logging() -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave files of one place in the order that pytest-randomly gave them."""
     everything = None  # then every test is kept, and marks are checked
-    changed = (changed_files() or ()) if config.option.short else everything
+    changed = of_a_short_run(changed_files()) if config.option.short else everything
     without = left_out(items, changed, config.getoption("randomly_seed", 0))
     config.hook.pytest_deselected(items=list(without))
     items[:] = [item for item in items if item not in without]

@@ -16,7 +16,7 @@ where git does not know what has changed.
 The sixth follows from the seed of pytest-randomly, which differs from run to run and is printed at the end:
 `pytest -p no:xdist --short --randomly-seed=SEED` takes the same tests in the same order.
 
-`python tests/selection.py PATH ...` ends with status 0 if one of the paths has changed.
+`python tests/selection.py PATH ...` ends with status 0 if one of the paths has changed, or if git does not know.
 """
 
 from __future__ import annotations
@@ -47,15 +47,19 @@ def changed_files(root: Path = ROOT) -> frozenset[str] | None:
     After a push nobody knows how many commits it had. Before it, the branch that HEAD follows tells it.
 
     Returns:
-        None if there are more than MOST_CHANGED, or if git does not know, for instance in a clone without history.
+        None if git does not know, for instance in a clone without history.
     """
     commits = _listed(root, "diff", "--name-only", f"HEAD~{COMMITS}")
     files = _listed(root, "ls-files", "--others", "--exclude-standard")
     if commits is None or files is None:
         return None
     not_pushed = _listed(root, "diff", "--name-only", "@{upstream}...HEAD") or []
-    changed = frozenset(commits + files + not_pushed)
-    return changed if len(changed) <= MOST_CHANGED else None
+    return frozenset(commits + files + not_pushed)
+
+
+def of_a_short_run(changed: frozenset[str] | None) -> frozenset[str]:
+    """Return the changes whose tests all run: none if there are more than MOST_CHANGED, or if they are unknown."""
+    return changed if changed is not None and len(changed) <= MOST_CHANGED else frozenset()
 
 
 def _listed(root: Path, *command: str) -> list[str] | None:
@@ -104,4 +108,4 @@ def _folders(item: pytest.Item, name: str) -> tuple[str, ...] | None:
 
 
 if __name__ == "__main__":
-    sys.exit(not touches(changed_files() or (), sys.argv[1:]))
+    sys.exit(not touches(changed_files(), sys.argv[1:]))

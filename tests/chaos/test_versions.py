@@ -38,3 +38,6 @@ def test_a_pair_of_versions_that_never_met_is_named() -> None:
         "no earlier worker began a request of the new client",
         "no new worker ended what the earlier one had begun",
     ]
+    returned = {("new", "new", "earlier"): 1, **met}
+    assert "no earlier worker ended what the new one had begun" in problems_of_meetings({("new", "new", "new"): 1})
+    assert problems_of_meetings(returned, has_shared_keys=False) == problems_of_meetings(met)

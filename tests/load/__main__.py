@@ -46,7 +46,7 @@ def main() -> int:
     for problem in report.problems:
         console.print(problem, style="red", markup=False)
     if file:
-        Path(file).write_text(json.dumps(asdict(report), indent=1))
+        Path(file).write_text(json.dumps(asdict(report), indent=1, default=sorted))
     return 1 if report.problems else 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from selection import COMMITS, MOST_CHANGED, ROOT, SHARES, changed_files, left_out
+from selection import COMMITS, MOST_CHANGED, ROOT, SHARES, changed_files, left_out, of_a_short_run
 
 
 @dataclass(eq=False)
@@ -89,15 +89,12 @@ def test_a_whole_run_keeps_all() -> None:
     assert kept(items, 1, None) == items
 
 
-def test_too_many_changes_and_a_folder_without_history_are_unknown_changes(tmp_path: Path) -> None:
+def test_too_many_changes_and_unknown_ones_keep_a_sixth(tmp_path: Path) -> None:
     assert changed_files(tmp_path) is None
-    git(tmp_path, "init", "-b", "main")
-    commit(tmp_path, *(f"commit-{number}" for number in range(COMMITS + 1)))
-    for number in range(MOST_CHANGED - COMMITS):
-        (tmp_path / f"new-{number}").touch()
-    assert len(changed_files(tmp_path) or ()) == MOST_CHANGED
-    (tmp_path / "one-more").touch()
-    assert changed_files(tmp_path) is None
+    assert of_a_short_run(None) == frozenset()
+    most = frozenset(str(number) for number in range(MOST_CHANGED))
+    assert of_a_short_run(most) == most
+    assert of_a_short_run(most | {"one more"}) == frozenset()
 
 
 def test_files_are_kept_or_left_out_as_a_whole() -> None:

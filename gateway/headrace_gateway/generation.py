@@ -115,21 +115,27 @@ async def submit(
     if accepted[0] == answer_id:
         return envelope
     await forget(gateway, envelope)
-    has_envelope = await gateway.envelopes.find(accepted[0]) is not None
-    if not has_envelope and await _is_gone(gateway, accepted[0]):
+    earlier = await gateway.envelopes.find(accepted[0])
+    if (earlier is None or gateway.envelopes.is_old(earlier)) and await _is_gone(gateway, accepted[0]):
         raise not_found("the answer of this Idempotency-Key was deleted or has expired: choose a new key")
-    if not has_envelope:
+    if earlier is None:
         # The queue was full for the first request with this Idempotency-Key. The key stays bound to that request's id.
         await _keep(gateway, msgspec.structs.replace(envelope, id=accepted[0], request_ids=tuple(accepted)), call)
     return await gateway.envelopes.get(accepted[0], key)
 
 
 async def _is_gone(gateway: Gateway, answer_id: str) -> bool:
-    """Return whether an answer without an envelope was deleted, or ended so long ago that its stream has expired."""
+    """Return whether an answer was deleted, or ended so long ago that its stream has expired.
+
+    The mark of its end expires, too, before its Idempotency-Key. Then its message is no longer in the queue.
+    """
     if await gateway.responses.was_deleted(answer_id):
         return True
     server, name = await server_having(gateway.streams, answer_id)
-    return not await server.exists(stream_key(name)) and bool(await server.exists(ended_key(name)))
+    has_mark = await server.exists(ended_key(name))  # read first: a request may begin and end between two reads
+    if await server.exists(stream_key(name)):
+        return False
+    return bool(has_mark) or await gateway.client.is_known(answer_id) is False
 
 
 async def _keep(gateway: Gateway, envelope: Envelope, call: Call) -> None:

@@ -130,6 +130,10 @@ class EnvelopeStore:
         """Return the default life of the envelope, in seconds from now."""
         return envelope.expires + self.kept_beyond
 
+    def is_old(self, envelope: Envelope) -> bool:
+        """Return whether the mark of the request's end may have expired, if it ended at once."""
+        return time.time() > envelope.created + self.kept_beyond
+
     @property
     def kept_beyond(self) -> int:
         """Seconds that an envelope is kept after its request has expired."""

@@ -10,13 +10,16 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 
 from headrace_broker import QueueFullError
+from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.models.registry import register_model
 from headrace_broker.server.embedded import EmbeddedServer
 from headrace_broker.streams.listeners import Listeners
+from headrace_gateway.redis.keys import envelope_key
 from service.gateway.conftest import RunningGateway
 from service.gateway.gateway_process import PATIENCE, GatewayProcess
 from service.gateway.in_process import bearer, running_app, write_keys
@@ -186,6 +189,31 @@ async def test_concurrent_requests_with_one_idempotency_key_get_one_answer(
     assert answers[0].content == answers[1].content
     assert request_id.encode() in answers[0].content
     assert redis_client.keys("headrace:gw:req:*") == [f"headrace:gw:req:{request_id}".encode()]
+
+
+@pytest.mark.parametrize("has_envelope", [True, False])
+async def test_a_repeat_after_all_of_the_answer_has_expired_is_refused(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", has_envelope: bool
+) -> None:
+    register_model(redis_client, "tiny", max_model_len=999, worker="w", seen=5.0)
+    headers, body = {"Idempotency-Key": "k"}, {"model": "tiny", "prompt": "a", "max_tokens": 9}
+    async with running_app(redis_server.url) as (app, client):
+        first = asyncio.create_task(client.post("/v1/completions", json=body, headers=headers))
+        request_id = await asyncio.to_thread(take, redis_client)
+        begin(redis_client, request_id)
+        end(redis_client, request_id)
+        assert (await first).status_code == 200
+        envelopes = app.state.gateway.envelopes
+        envelope = await envelopes.find(request_id)
+        acknowledged = redis_client.keys("headrace:lease:*") + redis_client.keys("headrace:ready:*")
+        redis_client.delete(stream_key(request_id), ended_key(request_id), envelope_key(request_id), *acknowledged)
+        if has_envelope:
+            await envelopes.put(msgspec.structs.replace(envelope, created=envelope.created - 10_000))
+        again = await client.post("/v1/completions", json=body, headers=headers)
+        assert (again.status_code, again.json()["error"]["message"]) == (
+            404,
+            "the answer of this Idempotency-Key was deleted or has expired: choose a new key",
+        )
 
 
 def has_ended_or_is_missed(gateway: RunningGateway, request_id: str) -> bool:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from headrace_broker.errors import TransportConfigurationError as TransportConfigurationError
     from headrace_broker.errors import UnknownModelError as UnknownModelError
     from headrace_broker.messages import GenerateRequest as GenerateRequest
+    from headrace_broker.models.loading_models import LoadingModel as LoadingModel
     from headrace_broker.models.registry import RegisteredModel as RegisteredModel
     from headrace_broker.models.template_features import TemplateFeatures as TemplateFeatures
     from headrace_broker.pooling_messages import PoolingRequest as PoolingRequest
@@ -75,6 +76,7 @@ _HOMES = {
     "HeadraceBrokerError": "errors",
     "InvalidRequestError": "errors",
     "MalformedEntryError": "errors",
+    "LoadingModel": "models.loading_models",
     "Matrix": "pooling_results",
     "Pooled": "pooling_results",
     "PoolingRequest": "pooling_messages",

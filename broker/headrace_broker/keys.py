@@ -39,6 +39,8 @@ HOLDERS_KEPT: Final = 10_000
 """The most conversations of a queue whose holders are known: those that were taken last."""
 CREDIT_MILLISECONDS: Final = 5000
 """How long a worker's free slots are believed. Workers with free slots renew them after 2 to 3 s."""
+LOADING_SECONDS: Final = 15
+"""How long a worker's report that it is loading a model is believed. Workers renew it every 2 s."""
 SHARE_SECONDS: Final = 86_400
 """Lifetime of a tenant's service after its last message. Service is the tokens received, divided by the weight."""
 
@@ -73,6 +75,14 @@ _RESULT: Final = "`HEADRACE_RESULT_TTL_SECONDS`"
 
 MODELS_KEY: Final = KEYS.fixed(
     "models", "headrace:models", "hash", _WORKER, _FOR_EVER, "By served name: what its workers registered."
+)
+LOADING_KEY: Final = KEYS.fixed(
+    "loading",
+    "headrace:loading",
+    "hash",
+    _WORKER,
+    f"{span(LOADING_SECONDS)} after the last report",
+    "By worker: the served names of the model that it is loading, and its progress (msgpack).",
 )
 PROBE_KEY: Final = KEYS.fixed(
     "probe", "headrace:probe", "string", _WORKER, "1 ms", "Nothing: a write tests whether the server accepts writes."

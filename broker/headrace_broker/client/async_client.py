@@ -116,6 +116,7 @@ class AsyncClient:
     purge_dead_letters = _in_thread(Client.purge_dead_letters)
     purge_queue = _in_thread(Client.purge_queue)
     models = _in_thread(Client.models)
+    loading_models = _in_thread(Client.loading_models)
 
     async def stream(
         self, request_id: str, *, last_id: str | None = BEGINNING, timeout: float | None = None

@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from headrace_broker.client.message_sender import MessageSender
     from headrace_broker.client.pooling_calls import EmbedOptions, Inputs, PairInputs, PoolingCall, ScoreOptions
     from headrace_broker.decisions import Decided
+    from headrace_broker.models.loading_models import LoadingModel
     from headrace_broker.pooling_results import Pooled, RankedDocument
     from headrace_broker.queue.dead_letters import DeadLetter
     from headrace_broker.queue.levels import QueueLevelReader, QueueLevels
@@ -402,6 +403,16 @@ class Client(UsageCalls):
         """Return every model that was ever served, by served name."""
         with unavailable(self.settings, "read the models"):
             return known_models(self._redis)
+
+    def loading_models(self) -> dict[str, LoadingModel]:
+        """Return the models that workers are loading now, by served name. Another worker may serve one meanwhile.
+
+        Of the users in deploy/redis/users.acl, `client` and `producer` may not read them.
+        """
+        from headrace_broker.models.loading_models import loading_models
+
+        with unavailable(self.settings, "read the models"):
+            return loading_models(self._redis)
 
     def queue_levels(self, models: Iterable[str]) -> dict[str, QueueLevels]:
         """Return how many messages of each model's queue are ready, leased and dead; see `QueueLevelReader`.

@@ -5,9 +5,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Generic, TypeVar
 
-from headrace_broker import AsyncClient, RegisteredModel
+from headrace_broker import AsyncClient, LoadingModel, RegisteredModel
 from headrace_gateway.errors import invalid
-from headrace_gateway.http.broker_errors import unknown_model
+from headrace_gateway.http.broker_errors import still_loading, unknown_model
 from headrace_gateway.keys.api_key import ApiKey
 from headrace_wire.codes import ErrorCode
 from headrace_wire.pooling import wrong_task
@@ -63,10 +63,20 @@ class ModelCatalog:
 
     def __init__(self, client: AsyncClient, now: Callable[[], float] = time.monotonic) -> None:
         self._models = SharedRead(client.models, now)
+        self._loading = SharedRead(client.loading_models, now)
 
     async def all(self) -> dict[str, RegisteredModel]:
         """Return all models. Raises QueueUnavailableError if Redis is unavailable."""
         return await self._models.get()
+
+    async def loading(self) -> dict[str, LoadingModel]:
+        """Return the models that workers are loading and that no other worker serves, by served name.
+
+        A model that was never served before is among them, and not in `all`.
+        """
+        models, now = await self.all(), time.time()
+        found = await self._loading.get()
+        return {name: model for name, model in found.items() if not model.is_served(models.get(name), now)}
 
     async def only(self, key: ApiKey) -> RegisteredModel | None:
         """Return the model for a request that names none; None if the key may use several models, or none."""
@@ -85,8 +95,8 @@ class ModelCatalog:
         Args:
             task: `generate`, `decide` or a pooling task, which the model must serve; None: any.
 
-        Raises ApiError 404 for a model that the key may not use, just as for one that does not exist, and 400 for a
-        model that does not serve the task.
+        Raises ApiError 404 for a model that the key may not use, just as for one that does not exist, and for one
+        that its first worker is still loading; 400 for a model that does not serve the task.
         """
         if name is None:
             raise invalid(f"model is required: {_LISTED}", param="model")
@@ -96,7 +106,8 @@ class ModelCatalog:
             raise unknown_model(name)
         found = _find(name, await self.all()) or _find(name, await self._models.get(_MISSED_SECONDS))
         if found is None:
-            raise unknown_model(name)
+            loading = (await self.loading()).get(name)
+            raise unknown_model(name) if loading is None else still_loading(name, loading.progress)
         model, adapter = found
         if adapter is None and task is not None and task not in model.tasks:
             raise invalid(wrong_task(name, model.tasks, task, _PATHS), code=ErrorCode.UNSUPPORTED, param="model")

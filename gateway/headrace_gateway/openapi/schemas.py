@@ -279,8 +279,14 @@ MODEL: Final = record(
         "tasks": array(STRING),
         "dimensions": INTEGER,
         "permission": {"type": "array"},
+        "state": {"const": "loading"},
+        "progress": {"type": "number", "minimum": 0, "maximum": 1},
     },
+    "max_model_len",
+    "tasks",
     "dimensions",
+    "state",
+    "progress",
 )
 MODELS: Final = record({"object": {"const": "list"}, "data": array({"$ref": "#/components/schemas/Model"})})
 PROBE: Final = record({"status": {"enum": ["ok", "unavailable"]}, "reason": STRING}, "reason")

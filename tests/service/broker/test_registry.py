@@ -1,15 +1,18 @@
 """The registry of models: clients read entries that workers of any release wrote."""
 
 import math
+import time
 from typing import Any
 
 import pytest
 import redis
 
-from headrace_broker import RegisteredModel, TemplateFeatures
-from headrace_broker.keys import MODELS_KEY
+from headrace_broker import Client, LoadingModel, RegisteredModel, TemplateFeatures
+from headrace_broker.keys import LOADING_KEY, LOADING_SECONDS, MODELS_KEY
+from headrace_broker.models.loading_models import forget_loading, loading_models, report_loading
 from headrace_broker.models.registry import known_models, read_models, register_model
 from headrace_broker.packing import pack
+from headrace_broker.server.embedded import EmbeddedServer
 
 OLD = {"max_model_len": 64, "seen": 5.0, "worker": "w"}
 
@@ -83,3 +86,19 @@ def test_the_registered_speed_is_an_average_and_outlives_workers_without_one(red
 @pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf, "fast", True, [1.0]])
 def test_a_speed_that_is_none_counts_as_unknown(wrong: Any) -> None:
     assert read_models({b"m": pack({**OLD, "tokens_per_second": wrong})})["m"].tokens_per_second is None
+
+
+def test_a_loading_worker_is_seen_until_it_ends_and_registers_no_model(
+    redis_client: "redis.Redis", redis_server: EmbeddedServer
+) -> None:
+    now = time.time()
+    report_loading(redis_client, "w", ["m"], progress=0.0, since=now, now=now)
+    report_loading(redis_client, "w", ["m"], progress=0.4, since=now, now=now)
+    assert loading_models(redis_client) == {"m": LoadingModel("m", 0.4, now, frozenset({"w"}))}
+    assert 0 < redis_client.ttl(LOADING_KEY) <= LOADING_SECONDS
+    with Client(redis_server.url) as client:
+        assert client.loading_models() == loading_models(redis_client)
+        assert client.models() == {}
+        client.submit("x", model="other")  # still accepted: without a registered model, every name is
+    forget_loading(redis_client, "w")
+    assert loading_models(redis_client) == {}

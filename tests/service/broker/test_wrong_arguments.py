@@ -11,7 +11,7 @@ import redis
 from headrace_broker.client.async_client import AsyncClient
 from headrace_broker.client.client import Client
 from headrace_broker.errors import HeadraceBrokerError, InvalidRequestError, QueueUnavailableError, SettingsError
-from headrace_broker.keys import MODELS_KEY, dead_letters_key
+from headrace_broker.keys import LOADING_KEY, MODELS_KEY, dead_letters_key
 from headrace_broker.server.embedded import EmbeddedServer
 from headrace_broker.streams.events import ChunkEvent, EndEvent, StartEvent
 from headrace_broker.streams.writer import StreamWrite, StreamWriter
@@ -170,5 +170,6 @@ def test_a_refusal_by_the_server_is_not_reported_as_unavailable(client: Client, 
 
 def test_a_registry_key_of_another_type_stops_no_client(client: Client, redis_client: "redis.Redis") -> None:
     redis_client.set(MODELS_KEY, "x")
-    assert client.models() == {}
+    redis_client.set(LOADING_KEY, "x")
+    assert client.models() == client.loading_models() == {}
     assert client.submit("x")

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 import redis
 from starlette.routing import Route
 
 from headrace_broker.keys import queue_lists
+from headrace_broker.models.loading_models import report_loading
 from headrace_broker.models.registry import register_model
 from headrace_broker.server.embedded import EmbeddedServer
 from headrace_gateway import GatewaySettings, GatewaySettingsError, make_app
@@ -100,6 +102,39 @@ async def test_a_key_sees_the_models_that_it_may_use(
         for hidden in ("b", "other", "none", "", "a"):
             response = await client.get(f"/v1/models/{hidden}", headers=headers)
             assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
+
+
+async def test_a_loading_model_is_listed_with_its_progress_and_makes_no_replica_ready(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", tmp_path: Path
+) -> None:
+    keys = write_keys(tmp_path / "keys", "web", models='["new", "old", "old-lora"]')
+    now = time.time()
+    report_loading(redis_client, "w1", ["new", "hidden"], progress=0.4567, since=now, now=now)
+    async with running_app(redis_server.url, keys=tmp_path / "keys") as (_, client):
+        assert (await client.get("/ready")).status_code == 503
+    register_model(redis_client, "old", max_model_len=9, worker="w2", seen=now - 9, loras=["old-lora"])
+    register_model(redis_client, "served", max_model_len=9, worker="w3", seen=now - 9)
+    for worker, name in (("w2", "old"), ("w4", "served")):
+        report_loading(redis_client, worker, [name], progress=0.0, since=now, now=now)
+    async with running_app(redis_server.url, keys=tmp_path / "keys") as (_, client):
+        listed = (await client.get("/v1/models", headers=bearer(keys["web"]))).json()["data"]
+        assert [(model["id"], model["state"], model["progress"]) for model in listed] == [
+            ("new", "loading", 0.457),
+            ("old", "loading", 0.0),
+            ("old-lora", "loading", 0.0),
+        ]
+        assert "max_model_len" not in listed[0]
+        for model in listed:  # as OpenAI's SDK does with strict validation
+            assert openai.types.Model.model_validate(model).created > 0
+        found = await client.get("/v1/models/new", headers=bearer(keys["web"]))
+        assert found.json() == listed[0]
+        body = {"model": "new", "messages": [{"role": "user", "content": "x"}]}
+        refused = await client.post("/v1/chat/completions", headers=bearer(keys["web"]), json=body)
+        assert (refused.status_code, refused.headers["x-should-retry"]) == (404, "true")
+        assert "'new' is loading (46%)" in error_of(refused)["message"]
+    async with running_app(redis_server.url) as (_, client):
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed if "state" not in model] == ["served"]
 
 
 def test_without_a_key_file_it_does_not_start_on_a_public_address(redis_server: EmbeddedServer) -> None:

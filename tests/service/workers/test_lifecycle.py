@@ -150,12 +150,21 @@ def test_one_worker_serves_several_queues_of_its_model_its_own_first_at_each_pri
 
 
 def test_a_worker_is_ready_only_once_its_model_is_loaded(make_service: Callable[..., Service]) -> None:
-    worker = make_service().start_worker()
+    service = make_service()
+    worker = service.start_worker()
+    engine = worker.engine_pid()
+    os.kill(engine, signal.SIGSTOP)  # it loads no further
     status, body = worker.health("ready")
     assert status == 503
     assert "loading" in body
     assert worker.health("live")[0] == 200
-    worker.wait_ready()
+    with Client(service.server.url) as client:
+        service.wait_until(lambda: set(client.loading_models()) == {"tiny"})
+        assert client.models() == {}
+        os.kill(engine, signal.SIGCONT)
+        worker.wait_ready()
+        assert client.loading_models() == {}
+        assert set(client.models()) == {"tiny"}
 
 
 def test_celerys_own_command_runs_the_worker_from_the_environment(make_service: Callable[..., Service]) -> None:

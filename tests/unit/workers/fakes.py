@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 
-from headrace_broker.keys import PROBE_KEY
+from headrace_broker.keys import LOADING_KEY, PROBE_KEY
 from headrace_broker.messages import TASK_NAME
 from headrace_broker.queue.worker_port import DeliveryInfo
 from headrace_broker.results import Usage
@@ -331,6 +331,16 @@ class FakePipeline:
                 self._client.delete(listener)
         self._replies.append(None)
 
+    def hset(self, key: str, field: str, value: bytes) -> None:
+        self._client.check()
+        assert key == LOADING_KEY
+        self._client.loading[field.encode()] = value
+        self._replies.append(1)
+
+    def expire(self, key: str, seconds: int) -> None:
+        self._client.expire(key, seconds)
+        self._replies.append(1)
+
     def pttl(self, key: str) -> None:
         self._client.check()
         self._replies.append(self._client.milliseconds_left[key])
@@ -375,6 +385,8 @@ class FakeRedis:
         self.values: dict[str, Any] = {}
         self.registered: dict[bytes, bytes] = {}
         """Packed models by name."""
+        self.loading: dict[bytes, bytes] = {}
+        """Packed reports by worker."""
         self.milliseconds_left: dict[str, int] = {}
         self.streams: dict[str, list[tuple[int, int, str, dict[str, Any]]]] = {}
         self.error: Exception | None = None
@@ -414,6 +426,11 @@ class FakeRedis:
     def hset(self, _key: str, field: str, value: bytes) -> None:
         self.check()
         self.registered[field.encode()] = value
+
+    def hdel(self, key: str, field: str) -> None:
+        self.check()
+        assert key == LOADING_KEY
+        self.loading.pop(field.encode(), None)
 
     def set(self, key: str, value: str, ex: int | None = None, px: int | None = None) -> bool:
         if self.refuses_all or key != PROBE_KEY:

@@ -37,6 +37,9 @@ class Models:
     async def models(self) -> dict[str, Any]:
         return {"m": model()}
 
+    async def loading_models(self) -> dict[str, Any]:
+        return {}
+
 
 async def check(name: str) -> dict[str, KnownLine]:
     with InputFile(name) as source:

@@ -51,6 +51,7 @@ from headrace_workers.settings import WorkerSettings
 logger = logging.getLogger(__name__)
 
 REGISTER_SECONDS = 60.0
+LOADING_REPORT_SECONDS = 2.0
 SORT_SECONDS = 1.0
 """Seconds between two sorts by a worker without free slots. A sort moves new messages from the producers' lists to the
 sorted sets of their tenants, and records when they began to wait."""
@@ -168,6 +169,7 @@ class EngineStep(bootsteps.StartStopStep):
         hub.call_repeatedly(HEARTBEAT_SECONDS, worker.consumer.flush_events)
         hub.call_repeatedly(HEARTBEAT_SECONDS, self._end_if_drained)
         hub.call_repeatedly(REGISTER_SECONDS, self._register)
+        hub.call_repeatedly(LOADING_REPORT_SECONDS, self.dispatcher.engine.report_loading)
         hub.call_repeatedly(self._gauges.interval_seconds, self._gauges.poll)
         if self._deletion_cost is not None:
             self._deletion_cost.start()

@@ -268,6 +268,7 @@ class Dispatcher:
         self._on_given_up(reason)
 
     def stop(self) -> None:
+        self.engine.stop()
         self._preparation.close()
         self.settlement.stop()
 

@@ -26,6 +26,7 @@ from headrace_workers.engine_link.supervisor import EngineEvents, EngineSupervis
 from headrace_workers.preparation.plain_requests import PlainRequests, intake_of
 from headrace_workers.requests.engine_outputs import reader_for
 from headrace_workers.requests.in_flight import InFlight
+from headrace_workers.requests.loading_report import LoadingReport
 from headrace_workers.requests.service_state import ServedModel, ServiceState
 from headrace_workers.requests.token_credit import TokenCredit
 from headrace_workers.requests.token_speed import TokenSpeed
@@ -86,6 +87,7 @@ class EngineWatch:
         """Set for a pooling model: how many messages to take by their tokens."""
         self._last_step = StepStats()
         self._speed = TokenSpeed()
+        self._loading = LoadingReport(client, worker_name, model.names)
         self.is_given_up = False
         """Whether the engine could not be kept alive."""
 
@@ -97,6 +99,7 @@ class EngineWatch:
     def on_engine_loading(self, share: float) -> None:
         self._metrics.model_loading(share)
         self._health.loading(share)
+        self._loading.progress = share
 
     def on_engine_ready(self, model_info: ModelInfo, capabilities: EngineCapabilities) -> None:
         if self.processor is None:
@@ -133,6 +136,7 @@ class EngineWatch:
         self.num_waiting = 0
         self._metrics.engine_up(True)
         self.register_model()  # before the worker is ready: a client refuses a model that no worker has served
+        self._loading.end()
         self._state.show(engine_is_ready=True)
         self.in_flight.send_chosen()
 
@@ -199,12 +203,22 @@ class EngineWatch:
         self._metrics.engine_up(False)
         self._metrics.engine_restarted(cause)
         self._health.loading(0.0)
+        self._loading.begin()
         self._state.show(engine_is_ready=False)
         self.in_flight.engine_lost(reason, was_ready=was_ready)
 
     def on_engine_given_up(self, reason: str) -> None:
         self.is_given_up = True
         self._end_worker(reason)
+
+    def report_loading(self) -> None:
+        """Publish in Redis that this worker is loading its model, if it is. Call it about every 2 s."""
+        if not self.supervisor.is_ready and not self.is_given_up and self._state.takes_messages:
+            self._loading.send()
+
+    def stop(self) -> None:
+        """Publish that this worker is not loading any more."""
+        self._loading.end()
 
     def register_model(self) -> None:
         """Publish in Redis that this worker serves its model."""

@@ -23,12 +23,11 @@ export function showProblem(node, error) {
   node.textContent = error ? error.message ?? String(error) : "";
 }
 
-// Appends to the last text of `node`; keeps its end in view if it was in view.
-export function appendText(node, text) {
-  const atEnd = node.scrollHeight - node.scrollTop - node.clientHeight < 24;
-  if (node.lastChild instanceof Text) node.lastChild.appendData(text);
-  else node.append(text);
-  if (atEnd) node.scrollTop = node.scrollHeight;
+// Runs `change`; keeps the end of `pane` in view if it was in view.
+export function keepEnd(pane, change) {
+  const atEnd = pane.scrollHeight - pane.scrollTop - pane.clientHeight < 24;
+  change();
+  if (atEnd) pane.scrollTop = pane.scrollHeight;
 }
 
 export function seconds(value) {

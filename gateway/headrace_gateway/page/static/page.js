@@ -1,7 +1,8 @@
 // The page: the key, the models, and the selected view.
 
-import { ask, key } from "./api.js";
+import { key } from "./api.js";
 import { $ } from "./dom.js";
+import * as models from "./models.js";
 import * as playground from "./playground.js";
 import * as queue from "./queue.js";
 
@@ -32,29 +33,17 @@ function moveBetweenTabs(event) {
   choose(tab);
 }
 
-async function loadModels() {
-  const note = $("key-note");
-  try {
-    const { data } = await ask("/v1/models");
-    playground.showModels($("play-model"), data);
-    if (!data.length) note.textContent = "No worker serves a model now.";
-    else note.textContent = key.get() ? "The key is kept until this tab closes." : "This gateway asks for no key.";
-  } catch (error) {
-    note.textContent = error.status === 401 ? (key.get() ? "The gateway refuses this key." : "The gateway asks for an API key.") : error.message;
-  }
-}
-
 $("key").value = key.get();
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   key.set($("key").value.trim());
-  loadModels();
+  models.load();
   queue.forget();
 });
 for (const tab of tabs) {
   tab.addEventListener("click", () => choose(tab));
   tab.addEventListener("keydown", moveBetweenTabs);
 }
-for (const view of [playground, queue]) view.start();
+for (const view of [models, playground, queue]) view.start();
 showView(tabs.find((tab) => `#${tab.getAttribute("aria-controls")}` === location.hash) ?? tabs[0]);
-await loadModels();
+await models.load();

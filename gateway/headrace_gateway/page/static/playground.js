@@ -1,48 +1,59 @@
-// One chat completion as it streams: its text, figures and events, and the same request as a curl command.
+// The form of a conversation, the figures and events of its last answer, and the request as a curl command.
 
-import { ask, chunkOf, readEvents, send } from "./api.js";
-import { $, DASH, appendText, element, seconds, setState, showProblem } from "./dom.js";
+import { Completion, PATH } from "./completion.js";
+import * as conversation from "./conversation.js";
+import { $, DASH, seconds, setState, showProblem } from "./dom.js";
+import { setAwaited } from "./models.js";
 
 const EVENTS_SHOWN = 400;
+const FIGURES = ["queued", "first", "rate", "prompt", "tokens", "finish"];
 let running = null;
-let requestId = null;
+let lastBody = null;
 let events = [];
 let drawn = true;
 
-function requestBody() {
-  const messages = [];
-  if ($("play-system").value.trim()) messages.push({ role: "system", content: $("play-system").value });
-  messages.push({ role: "user", content: $("play-user").value });
+// Throws an error for a field that is no JSON.
+function requestBody(turn) {
+  const messages = conversation.messagesOf(turn);
+  if ($("play-system").value.trim()) messages.unshift({ role: "system", content: $("play-system").value });
   const body = { model: $("play-model").value, messages };
   if ($("play-max").value) body.max_tokens = Number($("play-max").value);
   if ($("play-temperature").value) body.temperature = Number($("play-temperature").value);
-  const schema = $("play-schema").value.trim();
-  if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema: parsed(schema) } };
+  const schema = parsed("schema", "The JSON schema");
+  if (schema) body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+  const tools = parsed("tools", "The list of tools");
+  if (tools) Object.assign(body, { tools, parallel_tool_calls: false }); // the next message is the result of the call
   return { ...body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
 }
 
-function parsed(schema) {
+function parsed(name, title) {
+  const text = $(`play-${name}`).value.trim();
+  if (!text) return null;
   try {
-    return JSON.parse(schema);
+    return JSON.parse(text);
   } catch (error) {
-    throw new Error(`The JSON schema is no JSON: ${error.message}`);
+    $(`play-${name}-box`).open = true;
+    throw new Error(`${title} is no JSON: ${error.message}`);
   }
 }
 
 function asCurl(body) {
   const quoted = JSON.stringify(body, null, 2).replaceAll("'", "'\\''");
   return [
-    `curl -N ${location.origin}/v1/chat/completions`,
+    `curl -N ${location.origin}${PATH}`,
     `-H "Authorization: Bearer $HEADRACE_API_KEY"`,
     `-H "Content-Type: application/json"`,
     `-d '${quoted}'`,
   ].join(" \\\n  ");
 }
 
+// The request that Send would send; without a message, the last one.
 function drawCurl() {
   $("play-copy").textContent = "Copy";
+  if (!$("play-curl-box").open) return;
   try {
-    $("play-curl").textContent = asCurl(requestBody());
+    const said = $("play-user").value;
+    $("play-curl").textContent = asCurl(lastBody && !said.trim() ? lastBody : requestBody(conversation.makeTurn(said)));
   } catch (error) {
     $("play-curl").textContent = error.message;
   }
@@ -64,6 +75,10 @@ function drawEvents() {
   pane.scrollTop = pane.scrollHeight;
 }
 
+function clearFigures() {
+  for (const name of FIGURES) $(`play-${name}`).textContent = DASH;
+}
+
 // Times in seconds since the request was sent.
 class Figures {
   constructor() {
@@ -71,7 +86,7 @@ class Figures {
     this.first = null;
     this.last = null;
     this.tokens = 0;
-    for (const name of ["queued", "first", "rate", "prompt", "tokens", "finish"]) $(`play-${name}`).textContent = DASH;
+    clearFigures();
   }
 
   now() {
@@ -108,74 +123,105 @@ class Figures {
   }
 }
 
-async function run() {
-  if (running) return;
-  showProblem($("play-problem"), null);
-  let body;
-  try {
-    body = requestBody();
-  } catch (error) {
-    $("play-schema-box").open = true;
-    showProblem($("play-problem"), error);
-    return;
-  }
-  running = new AbortController();
-  $("play-send").disabled = true;
-  $("play-stop").disabled = false;
-  $("play-output").replaceChildren();
-  $("play-reasoning").replaceChildren();
-  $("play-reasoning-box").hidden = true;
-  events = [];
-  requestId = null;
-  drawEvents();
-  setState($("play-state"), "waiting", "busy");
-  const figures = new Figures();
-  try {
-    const response = await send("/v1/chat/completions", { body, signal: running.signal });
-    figures.waited(response);
-    requestId = response.headers.get("x-headrace-id");
-    const done = await readEvents(response, (event) => {
-      keepEvent(event.raw);
-      const chunk = chunkOf(event);
-      if (!chunk) return;
-      figures.took(chunk);
-      const delta = chunk.choices?.[0]?.delta;
-      if (delta?.reasoning_content) {
-        $("play-reasoning-box").hidden = false;
-        appendText($("play-reasoning"), delta.reasoning_content);
-      }
-      if (delta?.content) appendText($("play-output"), delta.content);
-      setState($("play-state"), figures.first === null ? "waiting" : "streaming", "busy");
-    });
-    if (!done) throw new Error("The connection ended before the answer did.");
-    setState($("play-state"), "finished");
-  } catch (error) {
-    const stopped = error.name === "AbortError";
-    setState($("play-state"), stopped ? "stopped" : "failed", stopped ? "" : "bad");
-    if (!stopped) showProblem($("play-problem"), error);
-  }
-  running.abort(); // an error in the stream leaves it open
-  running = null;
-  $("play-send").disabled = false;
-  $("play-stop").disabled = true;
+function drawButtons() {
+  $("play-send").disabled = Boolean(running);
+  $("play-stop").disabled = !running;
+  $("play-again").disabled = Boolean(running) || conversation.isEmpty();
+  $("play-new").disabled = conversation.isEmpty();
 }
 
-// Closing the connection alone would leave the request running, for a client to rejoin.
-function stop() {
-  if (running && requestId) ask(`/headrace/requests/${encodeURIComponent(requestId)}/cancel`, { body: {} }).catch(() => {});
-  running?.abort();
+function send() {
+  const said = $("play-user").value;
+  if (running || !said.trim()) return;
+  if (run(conversation.makeTurn(said))) $("play-user").value = "";
+  drawCurl();
+}
+
+// Begins the answer of the turn; returns false if a field is wrong.
+function run(turn) {
+  showProblem($("play-problem"), null);
+  try {
+    lastBody = requestBody(turn);
+  } catch (error) {
+    showProblem($("play-problem"), error);
+    return false;
+  }
+  conversation.begin(turn, lastBody.model);
+  running = new Completion();
+  events = [];
+  drawEvents();
+  drawButtons();
+  setState($("play-state"), "waiting", "busy");
+  answer(running, turn, lastBody);
+  return true;
+}
+
+async function answer(completion, turn, body) {
+  const figures = new Figures();
+  setAwaited(true);
+  let problem = null;
+  try {
+    await completion.read(body, {
+      onResponse: (response) => figures.waited(response),
+      onEvent: (event) => keepEvent(event.raw),
+      onChunk(chunk) {
+        figures.took(chunk);
+        const delta = chunk.choices?.[0]?.delta;
+        if (delta) turn.add(delta);
+        if (figures.first === null) return;
+        setAwaited(false);
+        setState($("play-state"), "streaming", "busy");
+      },
+    });
+  } catch (error) {
+    problem = error;
+  }
+  turn.end();
+  if (running !== completion) return; // a new conversation has begun
+  running = null;
+  setAwaited(false);
+  if (completion.isStopped) setState($("play-state"), "stopped");
+  else setState($("play-state"), problem ? "failed" : "finished", problem ? "bad" : "");
+  showProblem($("play-problem"), completion.isStopped ? null : problem);
+  drawButtons();
+}
+
+const stop = () => running?.stop();
+
+function startAnew() {
+  stop();
+  running = null;
+  setAwaited(false);
+  conversation.clear();
+  lastBody = null;
+  events = [];
+  drawEvents();
+  clearFigures();
+  showProblem($("play-problem"), null);
+  setState($("play-state"), "idle");
+  drawButtons();
+  drawCurl();
+  $("play-user").focus();
+}
+
+function onKey(event) {
+  const isMessage = event.target === $("play-user") && !event.shiftKey;
+  if (event.key === "Escape") stop();
+  // an input method confirms a word with Enter
+  if (event.key !== "Enter" || event.isComposing || !(isMessage || event.ctrlKey || event.metaKey)) return;
+  event.preventDefault();
+  $("play-form").requestSubmit();
 }
 
 export function start() {
   $("play-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    run();
+    send();
   });
-  $("play-form").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("play-form").requestSubmit();
-  });
-  $("playground").addEventListener("keydown", (event) => event.key === "Escape" && stop());
+  $("playground").addEventListener("keydown", onKey);
   $("play-stop").addEventListener("click", stop);
+  $("play-again").addEventListener("click", () => run(conversation.lastTurn()));
+  $("play-new").addEventListener("click", startAnew);
   $("play-raw-box").addEventListener("toggle", drawEvents);
   $("play-curl-box").addEventListener("toggle", drawCurl);
   $("play-form").addEventListener("input", drawCurl);
@@ -188,10 +234,4 @@ export function start() {
       getSelection().selectAllChildren($("play-curl")); // the browser denies the clipboard, for example without HTTPS
     }
   });
-}
-
-export function showModels(select, models) {
-  const chosen = select.value;
-  select.replaceChildren(...models.map((model) => element("option", { text: model.id, value: model.id })));
-  if (models.some((model) => model.id === chosen)) select.value = chosen;
 }

@@ -19,6 +19,8 @@ from service.gateway.page.scripted import MODEL, Script, ScriptedGateway
 BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser"))), None)
 PATIENCE = 60_000
 """Milliseconds; only a failing test waits this long."""
+ANSWER = ".answer .markdown"
+"""Selects the texts of a conversation's answers."""
 
 
 # not of the session: Playwright runs an event loop in this thread, in which no test of coroutines can run

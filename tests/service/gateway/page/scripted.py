@@ -48,14 +48,19 @@ MODEL = "tiny"
 class Script:
     """The model's output, token by token, and how many tokens it may emit by now."""
 
-    tokens: Sequence[str] = ("The ", "sky ", "is ", "blue.")
+    tokens: Sequence[str | dict[str, Any]] = ("The ", "sky ", "is ", "blue.")
+    """Texts, or whole deltas."""
     allowed: int = 10**6
+    is_held: bool = False
+    """Whether the status of the response has to wait, as in a queue."""
     error: str | None = None
     """The error after the last token, in place of an end."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of the requests."""
     urls: list[str] = field(default_factory=list)
     models: Sequence[str] = (MODEL,)
+    fields: dict[str, Any] = field(default_factory=lambda: {"max_model_len": 2048})
+    """Further fields of each model."""
 
     def usage(self, count: int) -> dict[str, Any]:
         return {
@@ -73,15 +78,17 @@ class Script:
             return b"data: " + msgspec.json.encode({**chunk, "usage": self.usage(count)}) + b"\n\n"
 
         yield frame([{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}], 0)
-        for number, token in enumerate(self.tokens, 1):
+        tokens = self.tokens
+        for number, token in enumerate(tokens, 1):
             while number > self.allowed:
                 await asyncio.sleep(0.01)
-            choice = {"index": 0, "delta": {"content": token}, "finish_reason": None, "token_ids": [number - 1]}
+            delta = token if isinstance(token, dict) else {"content": token}
+            choice = {"index": 0, "delta": delta, "finish_reason": None, "token_ids": [number - 1]}
             yield frame([choice], number)
         if self.error is not None:
             yield b"data: " + msgspec.json.encode({"error": {"message": self.error}}) + b"\n\n"
         else:
-            count = len(self.tokens)
+            count = len(tokens)
             yield frame([{"index": 0, "delta": {}, "finish_reason": "stop"}], count)
             yield frame([], count)
         yield b"data: [DONE]\n\n"
@@ -148,7 +155,8 @@ class ScriptedGateway:
         return LocalGuard(authenticated, ()) if self._keys is None else authenticated
 
     async def _models(self, _request: Request) -> Response:
-        models = [{"id": name, "object": "model", "created": 1, "owned_by": "headrace"} for name in self.script.models]
+        about = {"object": "model", "created": 1, "owned_by": "headrace", **self.script.fields}
+        models = [{"id": name, **about} for name in self.script.models]
         return JsonResponse({"object": "list", "data": models})
 
     async def _create(self, request: Request) -> Response:
@@ -165,6 +173,8 @@ class ScriptedGateway:
             expires=600,
         )
         await gateway_of(request).envelopes.put(envelope)
+        while self.script.is_held:
+            await asyncio.sleep(0.01)
         headers = {"x-headrace-id": ID, "x-headrace-queued-ms": "1234"}
         return StreamingResponse(self.script.frames(), media_type="text/event-stream", headers=headers)
 

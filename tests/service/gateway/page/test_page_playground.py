@@ -9,7 +9,7 @@ from playwright.sync_api import Browser, Page, expect
 from headrace_broker import Client
 from headrace_broker.server.embedded import EmbeddedServer
 from headrace_gateway.keys.api_key import ApiKey
-from service.gateway.page.conftest import PATIENCE, MakeGateway, Watched
+from service.gateway.page.conftest import ANSWER, PATIENCE, MakeGateway, Watched
 from service.gateway.page.scripted import ID, MODEL, Script, ScriptedGateway
 
 expect.set_options(timeout=PATIENCE)
@@ -23,14 +23,14 @@ def test_an_answer_streams_into_the_page_with_its_figures(
     script.allowed = 2
     page.goto(scripted.url)
     page.get_by_label("System message").fill("be brief")
-    page.get_by_label("User message").first.fill("why?")
+    page.locator("#play-user").fill("why?")
     page.get_by_label("Max tokens").first.fill("16")
     page.get_by_role("button", name="Send").click()
-    expect(page.locator("#play-output")).to_have_text("The sky ")
+    expect(page.locator(ANSWER)).to_have_text("The sky ")
     expect(page.locator("#play-state")).to_have_text("streaming")
     script.allowed = 4
     expect(page.locator("#play-state")).to_have_text("finished")
-    assert page.locator("#play-output").text_content() == "The sky is blue."
+    assert page.locator(ANSWER).text_content() == "The sky is blue."
     expect(page.locator("#play-queued")).to_have_text("1.2 s")
     expect(page.locator("#play-first")).to_have_text(re.compile(r"\d+(\.\d+)? m?s"))
     expect(page.locator("#play-rate")).to_have_text(re.compile(r"\d+\.\d"))
@@ -45,7 +45,7 @@ def test_an_answer_streams_into_the_page_with_its_figures(
 def test_events_are_shown_as_they_came_and_the_request_as_curl(page: Page, scripted: ScriptedGateway) -> None:
     page.add_init_script("Object.defineProperty(navigator, 'clipboard', {value: undefined})")  # as on plain HTTP
     page.goto(scripted.url)
-    page.get_by_label("User message").first.fill("it's 'quoted'")
+    page.locator("#play-user").fill("it's 'quoted'")
     page.get_by_text("As curl").click()
     page.get_by_text("Server-sent events").click()
     page.get_by_role("button", name="Send").click()
@@ -78,16 +78,17 @@ def test_stop_cancels_the_request_and_another_one_may_follow(
     script.allowed = 1
     page.goto(scripted.url)
     page.get_by_role("button", name="Send").click()
-    expect(page.locator("#play-output")).to_have_text("The ")
+    expect(page.locator(ANSWER)).to_have_text("The ")
     with Client(redis_server.url, model=MODEL) as client, page.expect_response("**/cancel") as answer:
         client.submit("x", request_id=ID)
         page.get_by_role("button", name="Stop").click()
         assert answer.value.json()["cancelled"] is True
     expect(page.locator("#play-state")).to_have_text("stopped")
     script.allowed = 4
+    page.locator("#play-user").fill("again")
     page.get_by_role("button", name="Send").click()
     expect(page.locator("#play-state")).to_have_text("finished")
-    expect(page.locator("#play-output")).to_have_text("The sky is blue.")
+    expect(page.locator(ANSWER).last).to_have_text("The sky is blue.")
 
 
 def test_an_error_in_the_stream_is_shown(page: Page, scripted: ScriptedGateway, script: Script) -> None:
@@ -96,7 +97,7 @@ def test_an_error_in_the_stream_is_shown(page: Page, scripted: ScriptedGateway, 
     page.get_by_role("button", name="Send").click()
     expect(page.locator("#play-problem")).to_have_text("the worker was lost <b>twice</b>")
     expect(page.locator("#play-state")).to_have_text("failed")
-    expect(page.locator("#play-output")).to_have_text("The sky is blue.")
+    expect(page.locator(ANSWER)).to_have_text("The sky is blue.")
 
 
 def test_hostile_output_and_model_names_are_shown_as_text(
@@ -109,7 +110,7 @@ def test_hostile_output_and_model_names_are_shown_as_text(
     page.get_by_text("Server-sent events").click()
     page.get_by_role("button", name="Send").click()
     expect(page.locator("#play-state")).to_have_text("finished")
-    assert page.locator("#play-output").text_content() == HOSTILE
+    assert page.locator(ANSWER).text_content() == HOSTILE
     expect(page.locator("#play-raw")).to_contain_text("[DONE]")
     assert page.locator("main img, main script").count() == 0
     assert page.title() == "Headrace"
@@ -148,9 +149,9 @@ def test_the_page_can_be_used_by_keyboard_alone(page: Page, scripted: ScriptedGa
     for _ in range(14):
         page.keyboard.press("Tab")
         reached.append(page.evaluate("() => document.activeElement.id"))
-    expected = ["key", "", "tab-playground", "play-model", "play-system", "play-user", "play-max", "play-temperature"]
+    settings = ["play-model", "play-system", "play-max", "play-temperature", "", ""]  # and two boxes that open
+    expected = ["key", "", "tab-playground", *settings, "play-turns", "play-user", "play-send"]
     assert reached[: len(expected)] == expected
-    assert "play-send" in reached
     page.locator("#play-user").focus()
     page.keyboard.press("Control+Enter")
     expect(page.locator("#play-state")).to_have_text("finished")

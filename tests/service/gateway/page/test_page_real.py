@@ -7,7 +7,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from service.gateway.conftest import RunningGateway
-from service.gateway.page.conftest import PATIENCE
+from service.gateway.page.conftest import ANSWER, PATIENCE
 
 expect.set_options(timeout=2 * PATIENCE)
 
@@ -18,7 +18,7 @@ def test_the_playground_shows_the_answer_and_its_times(page: Page, gateway: Runn
     page.get_by_label("Max tokens").first.fill("8")
     page.get_by_role("button", name="Send").click()
     expect(page.locator("#play-state")).to_have_text("finished")
-    expect(page.locator("#play-output")).not_to_be_empty()
+    expect(page.locator(ANSWER)).not_to_be_empty()
     expect(page.locator("#play-queued")).to_have_text(re.compile(r"^\d"))
     expect(page.locator("#play-prompt")).to_have_text(re.compile(r"^\d+"))
     expect(page.locator("#play-problem")).to_be_hidden()
@@ -29,7 +29,7 @@ def test_a_schema_is_followed(page: Page, gateway: RunningGateway) -> None:
     page.get_by_text("JSON schema").click()
     page.locator("#play-schema").fill('{"enum": ["red", "green"]}')
     page.get_by_role("button", name="Send").click()
-    expect(page.locator("#play-output")).to_have_text(re.compile('^"(red|green)"$'))
+    expect(page.locator(ANSWER)).to_have_text(re.compile('^"(red|green)"$'))
 
 
 def test_the_queue_shows_the_worker_and_a_finished_request(page: Page, gateway: RunningGateway) -> None:

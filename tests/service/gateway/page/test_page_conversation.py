@@ -1,0 +1,250 @@
+"""The conversation of the playground in a real browser."""
+
+import json
+from typing import Any
+
+from playwright.sync_api import Page, expect
+
+from headrace_broker import Client
+from headrace_broker.server.embedded import EmbeddedServer
+from service.gateway.page.conftest import ANSWER, PATIENCE
+from service.gateway.page.scripted import ID, MODEL, Script, ScriptedGateway
+
+expect.set_options(timeout=PATIENCE)
+
+
+def say(page: Page, text: str) -> None:
+    page.locator("#play-user").fill(text)
+    page.locator("#play-user").press("Enter")
+
+
+def finished(page: Page, answer: str) -> None:
+    expect(page.locator("#play-state")).to_have_text("finished")
+    expect(page.locator(ANSWER).last).to_have_text(answer)
+
+
+def messages(script: Script) -> list[list[tuple[str, str]]]:
+    """Return role and content of the messages of each request."""
+    return [[(message["role"], message["content"]) for message in body["messages"]] for body in script.bodies]
+
+
+def test_each_request_has_the_turns_before_it(page: Page, scripted: ScriptedGateway, script: Script) -> None:
+    page.goto(scripted.url)
+    page.locator("#play-system").fill("be brief")
+    for said, tokens in (("one", ["1"]), ("two", ["2", "!"]), ("three", ["3"])):
+        script.tokens = tokens
+        say(page, said)
+        finished(page, "".join(tokens))
+    expect(page.locator("#play-user")).to_be_empty()
+    expect(page.locator(".said")).to_have_text(["one", "two", "three"])
+    expect(page.locator(ANSWER)).to_have_text(["1", "2!", "3"])
+    expect(page.locator(".answer .who").first).to_have_text(MODEL)
+    system, first, second = ("system", "be brief"), ("user", "one"), ("user", "two")
+    assert messages(script) == [
+        [system, first],
+        [system, first, ("assistant", "1"), second],
+        [system, first, ("assistant", "1"), second, ("assistant", "2!"), ("user", "three")],
+    ]
+
+
+def test_the_last_answer_is_regenerated_with_the_same_request(
+    page: Page, scripted: ScriptedGateway, script: Script
+) -> None:
+    page.goto(scripted.url)
+    expect(page.get_by_role("button", name="Regenerate")).to_be_disabled()
+    say(page, "one")
+    finished(page, "The sky is blue.")
+    say(page, "two")
+    finished(page, "The sky is blue.")
+    script.tokens = ["better"]
+    page.get_by_role("button", name="Regenerate").click()
+    finished(page, "better")
+    expect(page.locator(ANSWER)).to_have_text(["The sky is blue.", "better"])
+    expect(page.locator(".said")).to_have_text(["one", "two"])
+    assert script.bodies[2] == script.bodies[1]
+    say(page, "three")
+    finished(page, "better")
+    answered = [("user", "one"), ("assistant", "The sky is blue."), ("user", "two"), ("assistant", "better")]
+    assert messages(script)[-1] == [*answered, ("user", "three")]
+
+
+def test_a_new_conversation_begins_without_the_turns_before_and_ends_a_running_answer(
+    page: Page, scripted: ScriptedGateway, script: Script
+) -> None:
+    page.goto(scripted.url)
+    script.allowed = 1
+    say(page, "one")
+    expect(page.locator(ANSWER)).to_have_text("The ")
+    with page.expect_response("**/cancel"):
+        page.get_by_role("button", name="New conversation").click()
+    expect(page.locator("#play-turns li")).to_have_count(0)
+    expect(page.locator("#play-state")).to_have_text("idle")
+    expect(page.locator("#play-tokens")).to_have_text("\N{EN DASH}")
+    expect(page.locator("#play-user")).to_be_focused()
+    script.allowed = 4
+    say(page, "two")
+    finished(page, "The sky is blue.")
+    assert messages(script)[-1] == [("user", "two")]
+
+
+def test_stop_cancels_a_request_whose_response_has_not_begun(
+    page: Page, scripted: ScriptedGateway, script: Script, redis_server: EmbeddedServer
+) -> None:
+    script.is_held = True
+    page.goto(scripted.url)
+    with page.expect_request("**/v1/chat/completions"):
+        say(page, "one")
+    page.keyboard.press("Escape")
+    expect(page.locator("#play-state")).to_have_text("stopped")
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
+    with Client(redis_server.url, model=MODEL) as client, page.expect_response("**/cancel") as answer:
+        client.submit("x", request_id=ID)
+        script.is_held = False
+        assert answer.value.json()["cancelled"] is True
+    script.tokens = ["2"]
+    say(page, "two")
+    finished(page, "2")
+    # a turn without an answer is not repeated
+    assert messages(script) == [[("user", "one")], [("user", "two")]]
+
+
+def test_a_stopped_answer_stays_in_the_conversation_as_far_as_it_came(
+    page: Page, scripted: ScriptedGateway, script: Script
+) -> None:
+    script.allowed = 2
+    page.goto(scripted.url)
+    say(page, "one")
+    expect(page.locator(ANSWER)).to_have_text("The sky ")
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator("#play-state")).to_have_text("stopped")
+    script.allowed = 4
+    say(page, "two")
+    finished(page, "The sky is blue.")
+    expect(page.locator(ANSWER)).to_have_text(["The sky ", "The sky is blue."])
+    assert messages(script)[-1] == [("user", "one"), ("assistant", "The sky "), ("user", "two")]
+
+
+def test_enter_sends_and_shift_enter_begins_a_new_line(page: Page, scripted: ScriptedGateway, script: Script) -> None:
+    page.goto(scripted.url)
+    box = page.locator("#play-user")
+    box.fill("   ")
+    box.press("Enter")
+    box.fill("one")
+    box.press("Shift+Enter")
+    page.keyboard.type("two")
+    # the Enter with which an input method ends a word
+    box.evaluate(
+        "node => node.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, bubbles: true}))"
+    )
+    expect(box).to_have_value("one\ntwo")
+    assert script.bodies == []
+    box.press("Enter")
+    finished(page, "The sky is blue.")
+    expect(box).to_be_focused()
+    page.locator("#play-system").press("Control+Enter")  # without a message
+    box.fill("again")
+    page.locator("#play-system").fill("brief")
+    page.locator("#play-system").press("Control+Enter")
+    expect(page.locator(ANSWER)).to_have_count(2)
+    finished(page, "The sky is blue.")
+    assert [each[-1] for each in messages(script)] == [("user", "one\ntwo"), ("user", "again")]
+
+
+def test_reasoning_is_folded_and_not_repeated(page: Page, scripted: ScriptedGateway, script: Script) -> None:
+    script.tokens = [{"reasoning_content": "let me "}, {"reasoning_content": "see <b>"}, "yes"]
+    page.goto(scripted.url)
+    say(page, "one")
+    finished(page, "yes")
+    thoughts = page.locator(".reasoning pre")
+    expect(thoughts).to_be_hidden()
+    page.get_by_text("Reasoning").click()
+    expect(thoughts).to_have_text("let me see <b>")
+    script.tokens = ["no"]
+    say(page, "two")
+    finished(page, "no")
+    expect(page.locator(".reasoning").last).to_be_hidden()
+    assert messages(script)[-1][1] == ("assistant", "yes")
+
+
+def test_a_tool_call_is_shown_and_the_next_message_is_its_result(
+    page: Page, scripted: ScriptedGateway, script: Script
+) -> None:
+    def part(arguments: str, **more: Any) -> dict[str, Any]:
+        function = {"arguments": arguments, **({"name": "weather"} if more else {})}
+        return {"tool_calls": [{"index": 0, "function": function, **more}]}
+
+    script.tokens = [part("", id="call_1", type="function"), part('{"city": '), part('"<i>Ulm</i>"}')]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+    page.goto(scripted.url)
+    page.get_by_text("Tools", exact=True).click()
+    page.locator("#play-tools").fill(json.dumps(tools))
+    say(page, "how is it in Ulm?")
+    expect(page.locator("#play-state")).to_have_text("finished")
+    expect(page.locator(".call p code")).to_have_text("weather")
+    expect(page.locator(".call pre code")).to_have_text('{"city": "<i>Ulm</i>"}')
+    script.tokens = ["sunny"]
+    say(page, "24 degrees")
+    finished(page, "sunny")
+    first, second = script.bodies
+    assert first["tools"] == second["tools"] == tools
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "<i>Ulm</i>"}'}}
+    assert second["messages"][1:] == [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "24 degrees"},
+    ]
+
+
+def test_a_failed_answer_can_be_asked_for_again_and_is_no_turn_of_the_next_request(
+    page: Page, scripted: ScriptedGateway, script: Script
+) -> None:
+    script.tokens, script.error = [], "the worker was lost"
+    page.goto(scripted.url)
+    say(page, "one")
+    expect(page.locator("#play-problem")).to_have_text("the worker was lost")
+    say(page, "two")
+    expect(page.locator(".said")).to_have_text(["one", "two"])
+    expect(page.locator("#play-state")).to_have_text("failed")
+    script.tokens, script.error = ["fine"], None
+    page.get_by_role("button", name="Regenerate").click()
+    finished(page, "fine")
+    expect(page.locator("#play-problem")).to_be_hidden()
+    assert messages(script)[1:] == [[("user", "two")]] * 2
+
+
+def test_the_page_says_how_far_a_model_is_loaded_until_it_is(
+    page: Page, scripted: ScriptedGateway, script: Script
+) -> None:
+    page.clock.install()
+    script.fields = {"state": "loading", "progress": 0.408}
+    page.goto(scripted.url)
+    expect(page.locator("#play-loading-text")).to_have_text(f"{MODEL} is loading, 40 %. It answers when it is loaded.")
+    expect(page.locator("#play-model option")).to_have_text(f"{MODEL} (loading, 40 %)")
+    script.fields = {"max_model_len": 9, "state": "loading", "progress": 0.75}
+    page.clock.run_for(2100)
+    expect(page.locator("#play-loading-text")).to_have_text(f"{MODEL} is loading, 75 %. Requests wait in the queue.")
+    assert page.locator("#play-loading-bar").evaluate("bar => bar.value") == 0.75
+    script.fields = {"max_model_len": 9}
+    page.clock.run_for(2100)
+    expect(page.locator("#play-loading")).to_be_hidden()
+    expect(page.locator("#play-model option")).to_have_text(MODEL)
+    polls = sum("/v1/models" in url for url in script.urls)
+    page.clock.run_for(10_000)
+    assert sum("/v1/models" in url for url in script.urls) == polls
+
+
+def test_the_page_notices_that_a_model_is_loading_while_an_answer_is_awaited(
+    page: Page, scripted: ScriptedGateway, script: Script
+) -> None:
+    page.clock.install()
+    script.allowed = 0
+    page.goto(scripted.url)
+    expect(page.locator("#play-model")).to_have_value(MODEL)
+    say(page, "one")
+    expect(page.locator("#play-state")).to_have_text("waiting")
+    script.fields = {"max_model_len": 9, "state": "loading", "progress": 0.1}
+    page.clock.run_for(2100)
+    expect(page.locator("#play-loading-text")).to_contain_text("10 %")
+    script.fields, script.allowed = {"max_model_len": 9}, 4
+    page.clock.run_for(2100)
+    finished(page, "The sky is blue.")
+    expect(page.locator("#play-loading")).to_be_hidden()

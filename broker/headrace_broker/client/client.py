@@ -1,7 +1,7 @@
 """The client for producers and subscribers. `async_client.py` has the client for asyncio.
 
-Most programs only send requests and read streams. So Celery, and what other calls need, is imported on first use: it
-would double the time of an import.
+Importing this module imports neither Celery nor what only some calls need: their first use does, so that a program
+that only reads streams starts sooner.
 """
 
 from __future__ import annotations

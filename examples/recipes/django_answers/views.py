@@ -7,9 +7,10 @@ import msgpack
 import redis.asyncio
 from django.conf import settings
 from django.http import HttpResponse, JsonResponse, StreamingHttpResponse
-from django.shortcuts import get_object_or_404
+from django.shortcuts import aget_object_or_404, get_object_or_404
 from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_GET, require_POST
+from kombu.exceptions import OperationalError
 
 from .celery import app
 from .models import Answer
@@ -19,7 +20,19 @@ from .tasks import fail, store
 @csrf_exempt  # for the example's sake: leave the check on where browsers have a session
 @require_POST
 def ask(request):
-    answer = Answer.objects.create(question=request.POST["question"])
+    question = request.POST.get("question")
+    if not question:
+        return JsonResponse({"error": "question is missing"}, status=400)
+    answer = Answer.objects.create(question=question)
+    try:
+        send(answer)
+    except OperationalError:  # Redis is away
+        Answer.objects.filter(pk=answer.id, state="waiting").update(state="failed")
+        return JsonResponse({"error": "try again later"}, status=503)
+    return JsonResponse({"id": str(answer.id)}, status=202)
+
+
+def send(answer):
     app.send_task(
         "headrace.generate",
         task_id=str(answer.id),
@@ -35,7 +48,6 @@ def ask(request):
         argsrepr="",
         kwargsrepr="",  # or Celery puts a readable copy of the question into headers and events
     )
-    return JsonResponse({"id": str(answer.id)}, status=202)
 
 
 @require_GET
@@ -47,15 +59,23 @@ def show(request, answer_id):
 async def stream(request, answer_id):
     """Send the tokens as server-sent events. A browser's EventSource reconnects with the id of its last event."""
     last_id = request.headers.get("Last-Event-ID", "0-0")
-    if not re.fullmatch(r"\d+-\d+", last_id):
+    if not re.fullmatch(r"\d{1,19}-\d{1,19}", last_id):  # Redis takes numbers below 2^64
         return HttpResponse("Last-Event-ID must be the id of an event", status=400)
-    return StreamingHttpResponse(events(str(answer_id), last_id), content_type="text/event-stream")
+    answer = await aget_object_or_404(Answer, pk=answer_id)
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # or nginx keeps the events back
+    return StreamingHttpResponse(events(answer, last_id), content_type="text/event-stream", headers=headers)
 
 
-async def events(request_id, last_id):
-    key = f"headrace:stream:{request_id}"
-    async with redis.asyncio.from_url(settings.CELERY_BROKER_URL, protocol=2) as client:
+async def events(answer, last_id):
+    key = f"headrace:stream:{answer.id}"
+    # redis-py 8 gives up after 5 s by default, as soon as Redis ends a wait of that length
+    async with redis.asyncio.from_url(settings.CELERY_BROKER_URL, protocol=2, socket_timeout=10) as client:
         while True:
+            if not await client.exists(key):
+                await answer.arefresh_from_db(fields=["state"])
+                if answer.state != "waiting":
+                    yield "event: gone\ndata: {}\n\n"  # the stream has expired: show the stored answer
+                    return
             for _, entries in await client.xread({key: last_id}, block=5000):
                 for entry_id, fields in entries:
                     last_id = entry_id.decode()
@@ -66,7 +86,4 @@ async def events(request_id, last_id):
                         error = data["error"]
                         yield f"event: end\ndata: {json.dumps({'error': error and error['code']})}\n\n"
                         return
-            if await client.exists(f"headrace:ended:{request_id}") and not await client.exists(key):
-                yield "event: gone\ndata: {}\n\n"  # the stream has expired: show the stored answer
-                return
             yield ": waiting\n\n"  # a proxy closes a connection without bytes

@@ -1,8 +1,9 @@
 """Stream an answer as server-sent events, and cancel it when its reader leaves: `uvicorn fastapi_stream:app`."""
 
+import math
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Annotated
 
 import anyio
@@ -10,7 +11,14 @@ from fastapi import Depends, FastAPI, HTTPException
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 from pydantic import BaseModel
 
-from headrace_broker import AsyncClient, InvalidRequestError, QueueFullError, RequestFailedError
+from headrace_broker import (
+    AsyncClient,
+    HeadraceBrokerError,
+    InvalidRequestError,
+    QueueFullError,
+    QueueUnavailableError,
+    RequestFailedError,
+)
 
 URL = os.environ.get("HEADRACE_REDIS_URL", "redis://127.0.0.1:6379/0")
 MODEL = os.environ.get("MODEL", "smollm2-135m-instruct")
@@ -41,7 +49,10 @@ async def sent(question: Question) -> str:
     except InvalidRequestError as error:
         raise HTTPException(422, str(error)) from error
     except QueueFullError as error:
-        raise HTTPException(503, "try again later", {"Retry-After": str(int(error.retry_after_seconds))}) from error
+        seconds = math.ceil(error.retry_after_seconds or 1)  # None: the queue cannot tell
+        raise HTTPException(503, "try again later", {"Retry-After": str(seconds)}) from error
+    except QueueUnavailableError as error:
+        raise HTTPException(503, "try again later") from error
 
 
 @app.post("/answers", response_class=EventSourceResponse)
@@ -55,7 +66,10 @@ async def answer(request_id: Annotated[str, Depends(sent)]) -> AsyncIterator[Ser
     except RequestFailedError as error:
         has_ended = True
         yield ServerSentEvent(event="end", data={"request_id": request_id, "error": error.code})
+    except HeadraceBrokerError:  # Redis is away, or the stream has expired; the message may name Redis's address
+        yield ServerSentEvent(event="end", data={"request_id": request_id, "error": "unavailable"})
     finally:
-        if not has_ended:  # the reader has left
-            with anyio.CancelScope(shield=True):  # or the cancellation of this task would end the call
+        if not has_ended:  # the reader has left, or the stream was lost
+            # The shield keeps the cancellation of this task from ending the call.
+            with anyio.CancelScope(shield=True), suppress(HeadraceBrokerError):
                 await app.state.client.cancel(request_id)

@@ -30,9 +30,12 @@ def answer_questions():
         """Return the id of this run's batch. Its metadata name the run, so a retry does not make a second one."""
         context, service = get_current_context(), client()
         run = {"dag_id": context["dag"].dag_id, "run_id": context["run_id"]}
-        for batch in service.batches.list():  # newest first
+        began = context["dag_run"].run_after.timestamp()  # `start_date` would change if the run is cleared
+        for batch in service.batches.list(limit=100):  # newest first; the SDK reads page after page
             if batch.metadata == run:
                 return batch.id
+            if batch.created_at < began - 60:  # seconds: the clocks of two machines differ
+                break
         questions = "\n".join(line(*pair) for pair in QUESTIONS.items()).encode()
         file = service.files.create(file=("questions.jsonl", questions), purpose="batch")
         return service.batches.create(

@@ -4,8 +4,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -41,7 +43,7 @@ def batch(_site: Site) -> None:
     from openai import APIConnectionError
     from openai.resources import Batches
 
-    create, lost = Batches.create, []
+    create, list_, lost = Batches.create, Batches.list, []
 
     def create_and_lose_reply(self: Batches, **options: Any) -> Any:
         made = create(self, **options)
@@ -50,7 +52,12 @@ def batch(_site: Site) -> None:
             raise APIConnectionError(request=None)  # type: ignore[arg-type]
         return made
 
-    with patch.object(Batches, "create", create_and_lose_reply):
+    def list_with_older(self: Batches, **options: Any) -> Iterator[Any]:
+        yield from list_(self, **options)
+        yield SimpleNamespace(metadata={}, created_at=0)
+        raise AssertionError("the task reads on after a batch that is older than its run")
+
+    with patch.object(Batches, "create", create_and_lose_reply), patch.object(Batches, "list", list_with_older):
         run = dag.test()
     same(str(run.state), "success")
     found = {each.task_id: each for each in run.get_task_instances()}

@@ -17,7 +17,9 @@ service = OpenAI(base_url=f"{URL}/v1", api_key=os.environ.get("HEADRACE_API_KEY"
 
 
 def may_pass(error: BaseException) -> bool:
-    return isinstance(error, (APIConnectionError, InternalServerError, RateLimitError))
+    if isinstance(error, (InternalServerError, RateLimitError)):
+        return error.response.headers.get("x-should-retry") != "false"  # Headrace has retried it already
+    return isinstance(error, APIConnectionError)
 
 
 @DBOS.step(retries_allowed=True, max_attempts=10, should_retry=may_pass)
@@ -41,7 +43,13 @@ def answer(question: str) -> str:
 
 
 if __name__ == "__main__":
-    DBOS(config={"name": "answers", "system_database_url": os.environ.get("DATABASE", "sqlite:///answers.sqlite")})
+    DBOS(
+        config={
+            "name": "answers",
+            "application_version": "1",  # change it when a workflow's steps change
+            "system_database_url": os.environ.get("DATABASE", "sqlite:///answers.sqlite"),
+        }
+    )
     DBOS.launch()  # continues the workflows that did not end
     name, question = sys.argv[1:]
     with SetWorkflowID(name):  # a name that exists gives that workflow, also one that has ended

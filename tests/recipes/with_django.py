@@ -8,7 +8,7 @@ import urllib.parse
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import msgpack
 import redis
@@ -89,6 +89,20 @@ def without_a_stream(site: Site) -> None:
     with patch.dict(os.environ, HEADRACE_REDIS_URL="redis://127.0.0.1:1/0"), served(APP) as url:
         same(status_of(f"{url}/answers", b"question=Name+three+rivers."), 503)
     same(Answer.objects.filter(state="failed").count(), 1)
+
+
+@check("the tasks try again while the database is away")
+def database_away(_site: Site) -> None:
+    import django_answers.asgi  # noqa: F401  # sets Django up
+    from django.db import OperationalError
+    from django_answers import tasks
+
+    result = {"request_id": "an id", "outputs": [{"text": "a text"}]}
+    for task, argument in ((tasks.store, result), (tasks.fail, "an id")):
+        update = Mock(side_effect=[*[OperationalError()] * 5, 1])
+        with patch.object(tasks.Answer.objects, "filter", Mock(return_value=Mock(update=update))):
+            task.apply([argument]).get()  # in this process, where Celery does not wait between two tries
+        same(update.call_count, 6)
 
 
 if __name__ == "__main__":

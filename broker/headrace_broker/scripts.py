@@ -12,8 +12,11 @@ schema. In a script with QUEUE, a key whose only part is the queue has its name 
 `leases_key(QUEUE)`. A name that is not declared, or declared twice, is an error.
 
 A line `-- RIGHTS: STREAM` adds a check before the first write. It refuses the call unless the user may run every
-command of the script and of its preludes on that key, and may write every key of the schema that they use. Without the
-check, Redis would keep the writes before a command that it refuses.
+command of the script and of its preludes on that key, and may read and write every key of the schema that they use.
+Without the check, Redis would keep the writes before a command that it refuses.
+
+A function of a prelude that the script does not use is left out: every call would create it again, and `RIGHTS` would
+ask for its commands.
 """
 
 import re
@@ -31,6 +34,16 @@ from headrace_broker.keys import KEYS
 _HEADER: Final = re.compile(r"^-- (KEYS|ARGV): (.*)$", re.MULTILINE)
 _NAME: Final = {"KEYS": re.compile(r"[A-Z_]+(\[\])?"), "ARGV": re.compile(r"[a-z_]+(\[\])?")}
 _RIGHTS: Final = re.compile(r"^-- RIGHTS: ([A-Z_]+)$", re.MULTILINE)
+_COMMENT: Final = re.compile(r"--.*")
+_INNER: Final = r"(?:(?: .*|--.*)?\n)*"
+_BEGINNING: Final = re.compile(r"^local function ", re.MULTILINE)
+_FUNCTION: Final = re.compile(
+    rf"^local function (\w+)\(.*\)(?: .*\bend\n(?! )|(?: --.*)?\n{_INNER}end\n)", re.MULTILINE
+)
+"""A function that is not inside a block."""
+_BLOCK: Final = re.compile(rf"^((?:local [\w, ]+\n(?:--.*\n)*)+)do\b.*\n{_INNER}end\n", re.MULTILINE)
+"""A block that defines the names that are declared before it."""
+_NAME_OF_CODE: Final = re.compile(r"(?<!\w\.)\b[a-zA-Z_]\w*")
 _COMMAND: Final = re.compile(r"redis\.p?call\('([A-Z]+)'")
 _WRITE: Final[dict[RedisType, str]] = {
     "string": "SET",
@@ -40,6 +53,15 @@ _WRITE: Final[dict[RedisType, str]] = {
     "hash": "HSET",
     "stream": "XADD",
 }
+_READ: Final[dict[RedisType, str]] = {
+    "string": "GET",
+    "list": "LINDEX",
+    "set": "SMEMBERS",
+    "zset": "ZSCORE",
+    "hash": "HGET",
+    "stream": "XRANGE",
+}
+_BY_TYPE: Final = {"reads": _READ, "writes": _WRITE}
 _ANY: Final = "key"
 _QUEUE: Final = "queue"
 
@@ -89,9 +111,10 @@ def load(package: str, schema: KeySchema, *names: str) -> LuaScript:
 
 def compose(name: str, body: str, schema: KeySchema) -> LuaScript:
     """Make a script from its text. Raises ValueError if it uses an undeclared name, or declares one twice."""
-    code = re.sub(r"--.*", "", body)
+    declaring, body = body, without_unused(name, body)
+    code = _COMMENT.sub("", body)
     used = set(re.findall(r"\w+", code))
-    declared = {kind: _declared(name, kind, body) for kind in ("KEYS", "ARGV")}
+    declared = {kind: _declared(name, kind, declaring) for kind in ("KEYS", "ARGV")}
     keys = [each.removesuffix("[]").lower() for each in declared["KEYS"]]
     built = [key.name for key in schema if key.parts]
     of_queue = {
@@ -115,27 +138,73 @@ def compose(name: str, body: str, schema: KeySchema) -> LuaScript:
     lines += [f"local {capital} = {key.lua_of(_QUEUE.upper())}" for capital, key in of_queue.items()]
     lines += [f"local {word} = {lua_text(text)}" for word, text in schema.words.items() if word in used]
     for key in _RIGHTS.findall(body)[:1]:
-        pairs = [f"{lua_text(command)}, {key}" for command in sorted({*_COMMAND.findall(code)})]
-        pairs += [f"{lua_text(_WRITE[each.type])}, {each.sample()}" for each in schema if each.lua_name in used]
-        pairs += [f"{lua_text(_WRITE[each.type])}, {capital}" for capital, each in of_queue.items()]
-        lines.append(_check_of_rights(pairs))
+        keys_used = [(each.sample(), each.type) for each in schema if each.lua_name in used]
+        keys_used += [(capital, each.type) for capital, each in of_queue.items()]
+        lines.append(_check_of_rights(key, sorted({*_COMMAND.findall(code)}), keys_used))
     repeated = tuple(each for each, written in zip(keys, declared["KEYS"], strict=True) if written.endswith("[]"))
     return LuaScript("\n".join((*lines, body)), tuple(each for each in keys if each not in repeated), repeated)
 
 
-def _check_of_rights(pairs: Sequence[str]) -> str:
+def without_unused(name: str, body: str) -> str:
+    """Leave out the functions that nothing calls, and those that only such functions call.
+
+    Raises ValueError if the text of a function outside of blocks is not clear: its lines begin with spaces, and a line
+    `end` follows. A comment begins with the first `--` of a line.
+    """
+    unclear = [line for line in body.splitlines() if "--[[" in line or line.partition("--")[0].count("'") % 2]
+    if unclear or len(_BEGINNING.findall(body)) != len(_FUNCTION.findall(body)):
+        lines = "; ".join(unclear) or "a function without a line `end`, or whose lines do not begin with spaces"
+        raise ValueError(f"script {name}: {lines}")
+    blocks = [found for pattern in (_FUNCTION, _BLOCK) for found in pattern.finditer(body)]
+    unused = [(_names_in(found[1]) - {"local"}, found[0]) for found in blocks]
+    rest = body
+    for _, text in unused:
+        rest = rest.replace(text, "", 1)
+    names = _names_in(rest)
+    while called := [part for part in unused if part[0] & names]:
+        unused = [part for part in unused if part not in called]
+        names = names.union(*(_names_in(text) for _, text in called))
+    for _, text in unused:
+        body = body.replace(text, "", 1)
+    return body
+
+
+def _names_in(code: str) -> set[str]:
+    """Return the words of Lua code, without the names of fields."""
+    return set(_NAME_OF_CODE.findall(_COMMENT.sub("", code)))
+
+
+def _check_of_rights(key: str, commands: Sequence[str], keys: Sequence[tuple[str, RedisType]]) -> str:
     """Return Lua that ends the script if the user may not run a command on its key, or if the command was renamed.
 
-    A check takes Redis a quarter of a microsecond.
+    A check takes Redis a quarter of a microsecond. So one EVAL asks for the rights to read and to write all keys. The
+    rights of a user who lacks one of them, or that to EVAL, are checked key by key.
+
+    Args:
+        key: the key on which the user must be able to run all commands.
+        keys: the expression of each key that the user must be able to read and to write, and its type.
     """
-    return f"""do
-  local rights = {{{", ".join(pairs)}}}
-  for i = 1, #rights, 2 do
-    local is_known, may_run = pcall(redis.acl_check_cmd, rights[i], rights[i + 1])
-    if not (is_known and may_run) then
-      return {{err = 'NOPERM this user may not run ' .. rights[i] .. ' on the key ' .. rights[i + 1] .. ': permit it'}}
+    texts = {field: ", ".join(lua_text(names[kind]) for _, kind in keys) for field, names in _BY_TYPE.items()}
+    of_keys = f"""
+  local keys = {{{", ".join(each for each, _ in keys)}}}
+  if not may('EVAL', '', #keys, unpack(keys)) then
+    local reads, writes = {{{texts["reads"]}}}, {{{texts["writes"]}}}
+    for i, key in ipairs(keys) do
+      if not may(writes[i], key) then return refusal(writes[i], key) end
+      if not may(reads[i], key) then return refusal(reads[i], key) end
     end
+  end"""
+    return f"""do
+  local function may(command, ...)
+    local is_known, is_allowed = pcall(redis.acl_check_cmd, command, ...)
+    return is_known and is_allowed
   end
+  local function refusal(command, key)
+    return {{err = 'NOPERM this user may not run ' .. command .. ' on the key ' .. key .. ': permit it'}}
+  end
+  for _, command in ipairs({{{", ".join(map(lua_text, commands))}}}) do
+    if not may(command, {key}) then return refusal(command, {key}) end
+  end{of_keys if keys else ""}
 end"""
 
 

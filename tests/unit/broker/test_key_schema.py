@@ -88,10 +88,57 @@ def test_a_script_of_a_queue_gets_the_keys_of_that_queue() -> None:
     body = "-- KEYS: QUEUE, STREAM[]\n-- RIGHTS: BODIES\nredis.call('HGET', BODIES, STREAM[1])"
     script = compose("x", body, schema)
     assert "local BODIES = 'h:body:' .. QUEUE .. ':x'" in script.text.splitlines()
-    assert "'HSET', BODIES" in script.text
+    assert "{BODIES}" in script.text
+    assert "{'HSET'}" in script.text
     assert script.keys(queue="q", stream=["s"]) == ["q", "s"]
     with pytest.raises(ValueError, match="undeclared BODIES"):
         compose("x", "return BODIES", schema)
+
+
+def test_a_script_has_only_the_functions_that_it_can_reach() -> None:
+    prelude = """local function short(key) return redis.call('GET', key) end
+-- Used by nothing.
+local function unused(record)
+  return short(record.grant)
+end
+local function again(n)
+  if n > 0 then return again(n - 1) end
+end
+local first
+-- Used together.
+local second
+do
+  local function inner() return COUNTS end
+  first = inner
+  function second() return inner() end
+end
+local lonely
+do
+  lonely = unused
+end
+local function grant(id)
+  return second(id)
+end
+"""
+    text = compose("x", prelude + "-- RIGHTS: COUNTS\nreturn grant(1) or record.lonely -- again", make_schema()).text
+    assert re.findall(r"^local (?:function )?(\w+)", text, re.MULTILINE) == ["COUNTS", "first", "second", "grant"]
+    assert "'GET'" not in text
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "local function f(a)\n  return a\nend -- of f\n",
+        "local function f(a)\nreturn a\nend\n",
+        "local function f(a)\n  return a\n",
+        "local function f(a) if a then return 1 end\n  return 2\nend\n",
+        "local function f(a) return '--' .. g(a) end\n",
+        "--[[ long\n]]\n",
+    ],
+)
+def test_a_script_whose_functions_cannot_be_told_apart_does_not_load(function: str) -> None:
+    with pytest.raises(ValueError, match="script x: "):
+        compose("x", function + "local function g(a)\n  return a\nend\nreturn 1", make_schema())
 
 
 @pytest.mark.parametrize(

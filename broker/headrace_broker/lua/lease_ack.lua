@@ -20,6 +20,6 @@ forget(id, record)
 count_usage(id, record, entry)
 redis.call('HDEL', LEASE_DELIVERIES, id)
 revoke(id, list)
--- a problem of the list must not prevent the acknowledgement; the cost is then not charged
-if record and tokens and not problem_of_list(record.level) then charge_actual(record, tokens) end
+-- a key of the wrong type must not prevent the acknowledgement; the cost is then not charged, or not in all keys
+if record and tokens then pcall(charge_actual, record, tokens) end
 return 1

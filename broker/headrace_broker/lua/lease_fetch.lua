@@ -46,8 +46,7 @@ local CANDIDATES, MOST_SKIPS = 16, 8
 -- Each message that waits for its holder makes its tenant stand aside, so there are fewer of them than tries to lease.
 local lookups_left = 64
 
-local time = redis.call('TIME')
-local microseconds = time[1] * 1000000 + time[2]
+local microseconds = microseconds_now()
 local leased, dead, num_refused = {}, {}, 0
 local problem = ''
 
@@ -181,10 +180,9 @@ end
 
 local function sort(list)
   local since
-  if has_problem(problem_of(STREAM_SERVERS, 'hash')) then return end
   while sorts_left > 0 and bytes_left > 0 do
     local body = redis.call('LINDEX', list, -1)
-    if not body then return end
+    if not body or has_problem(problem_of(STREAM_SERVERS, 'hash')) then return end
     sorts_left, bytes_left = sorts_left - 1, bytes_left - #body
     local id = #body <= LONGEST_MESSAGE and lease_id_of(body, QUEUE)
     local known = id and redis.call('HEXISTS', LEASE_BODIES, id) == 1
@@ -233,28 +231,6 @@ local function sort(list)
   end
 end
 
--- Removes ended leases from the list's sets of held and of delayed leases. They are still there if keys were deleted by
--- hand, or if a worker of an earlier version, which does not maintain these sets, ended them. A message that is neither
--- leased nor waiting returns to the queue.
-local function drop_stale(list)
-  local STALE_CHECKED = 10
-  for _, leases in ipairs({held_key(list), delayed_key(list)}) do
-    local expired = kind_of(leases) ~= 'none'
-      and redis.call('ZRANGEBYSCORE', leases, '-inf', microseconds / 1000000, 'LIMIT', 0, STALE_CHECKED)
-    for _, id in ipairs(expired or {}) do
-      local meta = redis.call('HGET', LEASE_META, id)
-      local is_delayed = meta == 'delayed|' .. list
-      if not meta and redis.call('HEXISTS', LEASE_BODIES, id) == 1 and is_orphan(id, list) then
-        if not has_problem(requeue(id, list)) then redis.call('ZREM', leases, id) end
-      elseif not meta or list_of(meta) ~= list or is_delayed ~= (leases == delayed_key(list)) then
-        redis.call('ZREM', leases, id)
-      elseif not redis.call('ZSCORE', LEASES, id) then
-        redis.call('ZADD', LEASES, microseconds / 1000000, id)
-      end
-    end
-  end
-end
-
 local place_of, is_taken_from, may_split = {}, {}, {} -- by list
 local away = policy.away
 
@@ -292,68 +268,72 @@ for _, prefix in ipairs(held_prefixes and policy.prefixes or {}) do held_prefixe
 -- With a grace, a conversation's next request waits for the worker that took the last one, its holder. That worker has
 -- the conversation in its prefix cache. The keys of this are hints: if one has the wrong type, messages do not wait.
 local grace = held_prefixes and policy.grace
-local standings = {} -- by id: see `standing_of`
-local credits = {} -- by worker: choices that may still be offered to it
 local retry_after
+-- `preference(id, record)` returns how much this worker prefers a message: 2 if it is the holder of its conversation, 1
+-- if a recent message began alike, else 0; nil if the message waits for another holder.
+local preference
+-- `hold_conversation(record)` records this worker as the holder of the message's conversation. Among more than
+-- HOLDERS_KEPT conversations, it forgets the oldest of some random ones.
+local hold_conversation
+if held_prefixes or policy.grace then -- otherwise they are not needed, and creating them takes time
+  local standings = {} -- by id: see `standing_of`
+  local credits = {} -- by worker: choices that may still be offered to it
 
--- Returns the worker that has the message's conversation, or nil if it is unknown. Producers choose the names of
--- conversations, so each tenant has names of its own.
-local function holder_of_conversation(record)
-  if not record.continues or lookups_left <= 0 or problem_of(HOLDERS, 'hash') then return end
-  lookups_left = lookups_left - 1
-  return string.match(redis.call('HGET', HOLDERS, record.continues .. ' ' .. record.tenant) or '', '^(%S+) ')
-end
-
--- Offers the message to its holder, if that has free slots for it, and wakes it. Returns whether it has.
-local function offer(id, record, holder, age)
-  local choices = record.choices or 1
-  local credit, token = credit_key(QUEUE, holder), holder_wake_up_key(QUEUE, holder)
-  credits[credit] = credits[credit] or kind_of(credit) == 'string' and number_in(redis.call('GET', credit)) or 0
-  if credits[credit] < choices or problem_of(token, 'list') then return false end
-  credits[credit] = credits[credit] - choices
-  if record.offered ~= holder then -- the first call that offers it wakes the holder, and its worker comes back later
-    record.offered = holder
-    keep(id, record)
-    if redis.call('EXISTS', token) == 0 then redis.call('LPUSH', token, '1') end
-    redis.call('PEXPIRE', token, CREDIT_MILLISECONDS)
-    retry_after = math.max(retry_after or 0, grace - age) -- the grace of all that it offers is over then
+  -- Returns the worker that has the message's conversation, or nil if it is unknown. Producers choose the names of
+  -- conversations, so each tenant has names of its own.
+  local function holder_of_conversation(record)
+    if not record.continues or lookups_left <= 0 or problem_of(HOLDERS, 'hash') then return end
+    lookups_left = lookups_left - 1
+    return string.match(redis.call('HGET', HOLDERS, record.continues .. ' ' .. record.tenant) or '', '^(%S+) ')
   end
-  return true
-end
 
--- Returns 'mine' if this worker is the holder of the message's conversation, 'waits' if the message waits for another
--- holder now, else 'free'.
-local function standing_of(id, record)
-  local holder = holder_of_conversation(record)
-  if holder == owner then return 'mine' end
-  local age = microseconds - math.max(record.sorted or 0, record.due or 0)
-  local is_young = age >= 0 and age < grace -- negative if the clock was set back
-  return holder and is_young and offer(id, record, holder, age) and 'waits' or 'free'
-end
-
--- Returns how much this worker prefers a message: 2 if it is the holder of its conversation, 1 if a recent message began
--- alike, else 0; nil if the message waits for another holder.
-local function preference(id, record)
-  if grace and not standings[id] then standings[id] = standing_of(id, record) end
-  if standings[id] == 'waits' then return nil end
-  return standings[id] == 'mine' and 2 or record.prefix and held_prefixes[record.prefix] and 1 or 0
-end
-
--- Records this worker as the holder of the message's conversation. Among more than HOLDERS_KEPT conversations, it
--- forgets the oldest of some random ones.
-local function hold_conversation(record)
-  local FORGOTTEN_AMONG = 16
-  if not record.conversation or problem_of(HOLDERS, 'hash') then return end
-  local name = record.conversation .. ' ' .. record.tenant
-  redis.call('HSET', HOLDERS, name, string.format('%s %.0f', owner, microseconds))
-  redis.call('EXPIRE', HOLDERS, HOLDERS_SECONDS)
-  if redis.call('HLEN', HOLDERS) <= tonumber(HOLDERS_KEPT) then return end
-  local some, oldest, since = redis.call('HRANDFIELD', HOLDERS, FORGOTTEN_AMONG, 'WITHVALUES'), nil, math.huge
-  for i = 1, #some, 2 do
-    local taken = number_in(string.match(some[i + 1], ' (%d+)$'), 0)
-    if taken < since then oldest, since = some[i], taken end
+  -- Offers the message to its holder, if that has free slots for it, and wakes it. Returns whether it has.
+  local function offer(id, record, holder, age)
+    local choices = record.choices or 1
+    local credit, token = credit_key(QUEUE, holder), holder_wake_up_key(QUEUE, holder)
+    credits[credit] = credits[credit] or kind_of(credit) == 'string' and number_in(redis.call('GET', credit)) or 0
+    if credits[credit] < choices or problem_of(token, 'list') then return false end
+    credits[credit] = credits[credit] - choices
+    if record.offered ~= holder then -- the first call that offers it wakes the holder, and its worker comes back later
+      record.offered = holder
+      keep(id, record)
+      if redis.call('EXISTS', token) == 0 then redis.call('LPUSH', token, '1') end
+      redis.call('PEXPIRE', token, CREDIT_MILLISECONDS)
+      retry_after = math.max(retry_after or 0, grace - age) -- the grace of all that it offers is over then
+    end
+    return true
   end
-  redis.call('HDEL', HOLDERS, oldest)
+
+  -- Returns 'mine' if this worker is the holder of the message's conversation, 'waits' if the message waits for another
+  -- holder now, else 'free'.
+  local function standing_of(id, record)
+    local holder = holder_of_conversation(record)
+    if holder == owner then return 'mine' end
+    local age = microseconds - math.max(record.sorted or 0, record.due or 0)
+    local is_young = age >= 0 and age < grace -- negative if the clock was set back
+    return holder and is_young and offer(id, record, holder, age) and 'waits' or 'free'
+  end
+
+  function preference(id, record)
+    if grace and not standings[id] then standings[id] = standing_of(id, record) end
+    if standings[id] == 'waits' then return nil end
+    return standings[id] == 'mine' and 2 or record.prefix and held_prefixes[record.prefix] and 1 or 0
+  end
+
+  function hold_conversation(record)
+    local FORGOTTEN_AMONG = 16
+    if not record.conversation or problem_of(HOLDERS, 'hash') then return end
+    local name = record.conversation .. ' ' .. record.tenant
+    redis.call('HSET', HOLDERS, name, string.format('%s %.0f', owner, microseconds))
+    redis.call('EXPIRE', HOLDERS, HOLDERS_SECONDS)
+    if redis.call('HLEN', HOLDERS) <= tonumber(HOLDERS_KEPT) then return end
+    local some, oldest, since = redis.call('HRANDFIELD', HOLDERS, FORGOTTEN_AMONG, 'WITHVALUES'), nil, math.huge
+    for i = 1, #some, 2 do
+      local taken = number_in(string.match(some[i + 1], ' (%d+)$'), 0)
+      if taken < since then oldest, since = some[i], taken end
+    end
+    redis.call('HDEL', HOLDERS, oldest)
+  end
 end
 
 -- Returns ids of the tenant's first messages, the next one first: at least `most` if it has so many. With the order
@@ -470,11 +450,9 @@ end
 -- An empty list needs no work, and no further checks of its keys.
 local lists, in_use = {}, {}
 for i, list in ipairs(LIST) do
-  in_use[list] = kind_of(list) ~= 'none' or kind_of(arrived_key(list)) ~= 'none'
-    or kind_of(sorted_ids_key(list)) ~= 'none' or kind_of(tenants_key(list)) ~= 'none'
-  if not has_problem(problem_of(list, 'list') or problem_of(arrived_key(list), 'list') or problem_of(held_key(list), 'zset')
-      or problem_of(delayed_key(list), 'zset') or in_use[list] and problem_of_list(list) or nil) then
-    drop_stale(list)
+  in_use[list] = redis.call('EXISTS', list, arrived_key(list), sorted_ids_key(list), tenants_key(list)) > 0
+  if not has_problem(in_use[list] and (problem_of(list, 'list') or problem_of(arrived_key(list), 'list')
+      or problem_of_list(list)) or nil) then
     lists[#lists + 1] = list
     place_of[list] = i
     is_taken_from[list], may_split[list] = i <= (lists_taken_from or #LIST), i <= (lists_split or #LIST)

@@ -19,9 +19,19 @@ do
   if problem then return {err = problem} end
 end
 
+local clock
+
+-- Returns the unix microseconds at the first call.
+local function microseconds_now()
+  if not clock then
+    local time = redis.call('TIME')
+    clock = time[1] * 1000000 + time[2]
+  end
+  return clock
+end
+
 local function now()
-  local time = redis.call('TIME')
-  return time[1] + time[2] / 1000000
+  return microseconds_now() / 1000000
 end
 
 -- Returns the list in a lease's meta value, or nil if it has none.
@@ -33,7 +43,8 @@ end
 -- Removes a lease id from a sorted set that is only an index. A key of another type cannot contain the id and is not
 -- changed.
 local function drop(key, id)
-  return problem_of(key, 'zset') and 0 or redis.call('ZREM', key, id)
+  local removed = redis.pcall('ZREM', key, id)
+  return type(removed) == 'number' and removed or 0
 end
 
 -- Returns the list in which the owner's message arrived; nil if the lease is not, or no longer, the owner's.
@@ -44,7 +55,7 @@ end
 
 -- Adds the lease to its list's set of held leases, those of messages that a worker has.
 local function hold(list, expires, id)
-  if not problem_of(held_key(list), 'zset') then redis.call('ZADD', held_key(list), expires, id) end
+  redis.pcall('ZADD', held_key(list), expires, id) -- an error is that of a key of another type
 end
 
 local function grant(id, owner, list, seconds)
@@ -54,16 +65,15 @@ local function grant(id, owner, list, seconds)
   redis.call('HSET', LEASE_META, id, owner .. '|' .. list)
 end
 
--- Ends the lease of a message. Its body and its record stay. `list`: nil if the lease's meta value was not read.
+-- Ends the lease of a message. Its body and its record stay. `list`: that of a lease which a worker holds; nil if the
+-- lease's meta value was not read.
 local function revoke(id, list)
   redis.call('ZREM', LEASES, id)
   local meta = not list and redis.call('HGET', LEASE_META, id)
   if not (list or meta) then return end
-  list = list or list_of(meta)
-  if list then
-    drop(held_key(list), id)
-    drop(delayed_key(list), id)
-  end
+  local named = list or list_of(meta)
+  if named then drop(held_key(named), id) end
+  if named and not list then drop(delayed_key(named), id) end
   redis.call('HDEL', LEASE_META, id)
 end
 

@@ -11,6 +11,32 @@ redis.call('ZREM', LEASES, '')
 local STALE_CHECKED, ORPHANS_CHECKED = 100, 20
 local expired = redis.call('ZRANGEBYSCORE', LEASES, '-inf', now(), 'LIMIT', 0, most)
 local num_requeued, problem = 0, ''
+
+-- Removes ended leases from the list's sets of held and of delayed leases. They are still there if keys were deleted by
+-- hand, or if a worker of an earlier version, which does not maintain these sets, ended them. A message that is neither
+-- leased nor waiting returns to the queue.
+local function drop_stale(list)
+  for _, leases in ipairs({held_key(list), delayed_key(list)}) do
+    local blocked_by = problem_of(leases, 'zset')
+    problem = blocked_by or problem
+    local ids = blocked_by and {} or redis.call('ZRANGEBYSCORE', leases, '-inf', now(), 'LIMIT', 0, STALE_CHECKED)
+    for _, id in ipairs(ids) do
+      local meta = redis.call('HGET', LEASE_META, id)
+      local is_delayed = meta == 'delayed|' .. list
+      if not meta and redis.call('HEXISTS', LEASE_BODIES, id) == 1 and is_orphan(id, list) then
+        blocked_by = requeue(id, list)
+        problem = blocked_by or problem
+        if not blocked_by then redis.call('ZREM', leases, id) end
+      elseif not meta or list_of(meta) ~= list or is_delayed ~= (leases == delayed_key(list)) then
+        redis.call('ZREM', leases, id)
+      elseif not redis.call('ZSCORE', LEASES, id) then
+        redis.call('ZADD', LEASES, now(), id)
+      end
+    end
+  end
+end
+
+for _, list in ipairs(LIST) do drop_stale(list) end
 for i = #expired, 1, -1 do
   local id = expired[i]
   local meta = redis.call('HGET', LEASE_META, id)

@@ -117,9 +117,12 @@ local function leave(id, record)
   local list, tenant = record.level, record.tenant
   local was_there = drop(tenant_ids_key(list, tenant), id)
   redis.call('ZREM', sorted_ids_key(list), id)
-  redis.call('ZREM', DEADLINES, id)
-  drop(tenant_deadlines_key(list, tenant), id)
-  if record.latest_start or not record.since then -- without `since` the record is not known
+  -- without `since` the record is not known
+  if record.deadline or not record.since then
+    redis.call('ZREM', DEADLINES, id)
+    drop(tenant_deadlines_key(list, tenant), id)
+  end
+  if record.latest_start or not record.since then
     redis.call('ZREM', LATEST_STARTS, id)
     drop(tenant_starts_key(list, tenant), id)
   end
@@ -160,23 +163,31 @@ local function wake(lists)
   update_wake_up()
 end
 
-local function trim(key)
-  redis.call('ZREMRANGEBYRANK', key, 0, -MOST_TENANTS - 1) -- the dropped tenants would start there anyway
-  redis.call('EXPIRE', key, SHARE_SECONDS)
+local renewed = {}
+
+-- Lets a key of the shares live on.
+local function renew(key)
+  if not renewed[key] then redis.call('EXPIRE', key, SHARE_SECONDS) end
+  renewed[key] = true
+end
+
+-- Sets the score of a tenant in a set of the shares.
+local function score(key, tenant, number)
+  if redis.call('ZADD', key, number, tenant) == 1 then
+    redis.call('ZREMRANGEBYRANK', key, 0, -MOST_TENANTS - 1) -- the dropped tenants would start there anyway
+  end
+  renew(key)
 end
 
 -- Returns the expected cost of a request of the tenant, in tokens.
 local function estimate(tenant)
-  return number_in(redis.call('ZSCORE', COSTS, tenant),
-    number_in(redis.call('GET', MEAN_COST), FIRST_ESTIMATE))
+  return number_in(redis.call('ZSCORE', COSTS, tenant)) or number_in(redis.call('GET', MEAN_COST), FIRST_ESTIMATE)
 end
 
 local function add_service(record, tokens)
   local service = tokens / record.weight
   redis.call('ZINCRBY', served_key(record.level), service, record.tenant)
-  if redis.call('ZSCORE', tenants_key(record.level), record.tenant) then
-    redis.call('ZINCRBY', tenants_key(record.level), service, record.tenant)
-  end
+  redis.call('ZADD', tenants_key(record.level), 'XX', 'INCR', service, record.tenant)
 end
 
 -- Charges the expected cost of a message that is leased now to its tenant, whose service is `start` so far.
@@ -185,12 +196,11 @@ local function charge(id, record, start, weight)
   record.charge, record.weight = estimate(tenant), weight
   keep(id, record)
   local service = start + record.charge / weight
-  redis.call('ZADD', served_key(list), service, tenant)
+  score(served_key(list), tenant, service)
   redis.call('ZADD', tenants_key(list), 'XX', service, tenant)
-  trim(served_key(list))
   local virtual_time = number_in(redis.call('HGET', VIRTUAL_TIME, list), 0)
   redis.call('HSET', VIRTUAL_TIME, list, string.format('%.17g', math.max(virtual_time, start)))
-  redis.call('EXPIRE', VIRTUAL_TIME, SHARE_SECONDS)
+  renew(VIRTUAL_TIME)
 end
 
 -- Replaces the charged expected cost of a message by the actual one, in tokens.
@@ -200,8 +210,7 @@ local function charge_actual(record, tokens)
   if tokens <= 0 then return end -- it never ran, so it does not count in the averages
   local function mean(before) return before and before + NEWEST_COST * (tokens - before) or tokens end
   local cost = mean(number_in(redis.call('ZSCORE', COSTS, record.tenant)))
-  redis.call('ZADD', COSTS, cost, record.tenant)
-  trim(COSTS)
+  score(COSTS, record.tenant, cost)
   local of_all = mean(number_in(redis.call('GET', MEAN_COST)))
   redis.call('SET', MEAN_COST, string.format('%.17g', of_all), 'EX', SHARE_SECONDS)
 end
@@ -217,7 +226,7 @@ end
 -- Updates the record of a message that was leased and waits again. The time of the lease does not count in its age. A
 -- preempted message takes its old place in the list where it arrived, and its age starts at 0 there.
 local function wait_again(record, is_preempted)
-  local at = math.floor(now() * 1000000)
+  local at = microseconds_now()
   if is_preempted then
     record.level, record.since, record.first = record.list, record.first or record.since, nil
     record.held = math.max(0, at - record.since)

@@ -91,6 +91,8 @@ def test_leases_ended_without_their_sets_are_counted_until_they_would_have_expir
         redis_client.delete(key)
     reader = QueueLevelReader(redis_client)
     assert reader.read([QUEUE])[QUEUE].run_out == 2
+    leases.reap(QUEUE)
+    assert reader.read([QUEUE])[QUEUE].run_out == 0
     assert len(leases.fetch(lists, 1)) == 1
     levels = reader.read([QUEUE])[QUEUE]
     assert (levels.leased, levels.delayed) == (1, 0)

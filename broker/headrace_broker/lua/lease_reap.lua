@@ -10,23 +10,26 @@ local RETRY_SECONDS = 1
 redis.call('ZREM', LEASES, '')
 local STALE_CHECKED, ORPHANS_CHECKED = 100, 20
 local expired = redis.call('ZRANGEBYSCORE', LEASES, '-inf', now(), 'LIMIT', 0, most)
-local num_requeued, problem = 0, ''
+local num_requeued, num_orphans, problem = 0, 0, ''
 
 -- Removes ended leases from the list's sets of held and of delayed leases. They are still there if keys were deleted by
 -- hand, or if a worker of an earlier version, which does not maintain these sets, ended them. A message that is neither
 -- leased nor waiting returns to the queue.
 local function drop_stale(list)
   for _, leases in ipairs({held_key(list), delayed_key(list)}) do
-    local blocked_by = problem_of(leases, 'zset')
-    problem = blocked_by or problem
-    local ids = blocked_by and {} or redis.call('ZRANGEBYSCORE', leases, '-inf', now(), 'LIMIT', 0, STALE_CHECKED)
-    for _, id in ipairs(ids) do
+    -- a key of the wrong type blocks no message, and wrong_keys.lua reports it
+    local is_set = not problem_of(leases, 'zset')
+    local ids = is_set and redis.call('ZRANGEBYSCORE', leases, '-inf', now(), 'LIMIT', 0, STALE_CHECKED)
+    for _, id in ipairs(ids or {}) do
       local meta = redis.call('HGET', LEASE_META, id)
       local is_delayed = meta == 'delayed|' .. list
       if not meta and redis.call('HEXISTS', LEASE_BODIES, id) == 1 and is_orphan(id, list) then
-        blocked_by = requeue(id, list)
+        local blocked_by = requeue(id, list)
         problem = blocked_by or problem
-        if not blocked_by then redis.call('ZREM', leases, id) end
+        if not blocked_by then
+          num_orphans = num_orphans + 1
+          redis.call('ZREM', leases, id)
+        end
       elseif not meta or list_of(meta) ~= list or is_delayed ~= (leases == delayed_key(list)) then
         redis.call('ZREM', leases, id)
       elseif not redis.call('ZSCORE', LEASES, id) then
@@ -57,7 +60,6 @@ end
 -- A script that failed midway may leave an orphan, and so may keys that were deleted by hand. Each call checks some
 -- stored messages at random, so it finds every orphan that has a record in time. A message without a record is still in
 -- its list, where the next fetch finds it, unless the record was deleted by hand.
-local num_orphans = 0
 for _, id in ipairs(redis.call('HRANDFIELD', LEASE_BODIES, ORPHANS_CHECKED)) do
   if is_orphan(id) and not requeue(id) then num_orphans = num_orphans + 1 end
 end

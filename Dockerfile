@@ -15,6 +15,7 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/headrace
 WORKDIR /src
 COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY release/wheel_hook.py release/
 COPY engine ./engine
 COPY broker ./broker
 COPY workers ./workers
@@ -56,6 +57,7 @@ COPY constraints.txt ./
 # torch first and by itself: the layer survives every change of our code, and the second install finds it satisfied
 RUN /opt/headrace/bin/pip install ${TORCH_INDEX_URL:+--index-url "${TORCH_INDEX_URL}"} --constraint constraints.txt torch
 COPY pyproject.toml README.md LICENSE ./
+COPY release/wheel_hook.py release/
 COPY engine ./engine
 COPY broker ./broker
 COPY workers ./workers

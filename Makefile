@@ -13,7 +13,7 @@ VLLM_VENV := .venv-vllm-$(VLLM_VERSION)
 # most modules are never imported; Python compiles the others when they are
 QUIET := --quiet --disable-pip-version-check --no-compile
 
-.PHONY: help demo test bytecode test-all mutations test-xla test-vllm test-triton triton browser model lint ops-tools packages check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz minilm gguf schemas tool-oracle conformance clients recipes comply release chaos chaos-streams chaos-versions chaos-batch chaos-canvas hostile load matrix fleet fleet-idle fleet-burst fleet-affinity fleet-growth fleet-protocol fleet-sim fleet-due attacks stack systemd venv clean
+.PHONY: help demo test bytecode test-all mutations test-xla test-vllm test-triton triton browser model lint ops-tools packages check-ops bench bench-latency bench-floor bench-queue bench-priority bench-host bench-gateway bench-serve bench-vllm-queue bench-gpu docs reference fuzz minilm gguf schemas tool-oracle conformance clients recipes comply release chaos chaos-streams chaos-versions chaos-batch chaos-canvas hostile load matrix fleet fleet-idle fleet-burst fleet-affinity fleet-growth fleet-protocol fleet-sim fleet-due attacks docker-tools stack stack-upgrade systemd venv clean
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -256,11 +256,16 @@ attacks: $(STAMP) ## what a tenant notices while another one attacks the gateway
 	@cd tests && ../$(BIN)/python -m load.attacks
 
 # Where the machine's own Docker runs nothing is installed
-stack: $(STAMP) ## docker-compose.yml on a real Docker daemon, each service killed, with a table of what was lost
+docker-tools:
 	@{ docker info || { command -v dockerd && command -v mmdebstrap && command -v iptables && command -v ip; } \
 		|| { apt-get update -qq && apt-get install -qq --yes --no-install-recommends docker.io iptables mmdebstrap iproute2; }; } >/dev/null 2>&1 \
 		|| echo "Docker could not be installed"
+
+stack: $(STAMP) docker-tools ## docker-compose.yml on a real Docker daemon, each service killed, with a table of what was lost
 	@cd tests && ../$(BIN)/python -m stack
+
+stack-upgrade: $(STAMP) docker-tools ## the stack of an earlier version, upgraded to this one while requests are pending; BESIDE=... is the earlier one
+	@cd tests && ../$(BIN)/python -m stack --from $(BESIDE)
 
 systemd: $(STAMP) ## the systemd units under a booted systemd, each killed; needs root and some GB in build/systemd
 	@command -v mmdebstrap >/dev/null || { apt-get update -qq && apt-get install -qq --yes --no-install-recommends mmdebstrap; } >/dev/null 2>&1 \

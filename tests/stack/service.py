@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -12,7 +11,7 @@ from typing import Any, Final
 
 from stack.daemon import environment
 from stack.progress import progress
-from stack.registries import ROOT
+from stack.versions import replace
 
 PROJECT: Final = "headrace-stack"
 BUILT: Final = ("worker", "gateway", "exporter")
@@ -28,28 +27,28 @@ class StackError(Exception):
 class Stack:
     """The services of the compose file, on one daemon."""
 
-    def __init__(self, folder: Path, docker_environment: dict[str, str]) -> None:
-        """Copy the repository into a folder, as git would give it to a user, with uncommitted changes.
+    def __init__(self, files: Path, folder: Path, docker_environment: dict[str, str], network: str | None) -> None:
+        """Put a version into a folder.
 
         Args:
+            files: the files of the version.
             folder: the new folder.
             docker_environment: what the docker command needs to find the daemon.
+            network: the network in which images are built, None for that of the compose file.
         """
         self.folder = folder
         self._environment = environment(**docker_environment, COMPOSE_PROJECT_NAME=PROJECT, COMPOSE_PROGRESS="plain")
         self._inside: list[str] = []
         self._key = ""
-        listed = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=ROOT,
-            capture_output=True,
-            check=True,
-        )
-        for name in filter(None, listed.stdout.decode().split("\0")):
-            if (ROOT / name).is_file():  # a deleted file is listed, too
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / name, folder / name)
-        folder.chmod(0o755)
+        self._network = network
+        self._files = files
+        replace(files, folder)
+
+    def change_version(self, files: Path) -> None:
+        """Put another version in place, as docs/upgrade.md says. What runs stays."""
+        replace(files, self.folder, self._files)
+        self._files = files
+        self.make_env()
 
     def use_inside(self, inside: list[str]) -> None:
         """Set the prefix of commands that run in the daemon's network."""
@@ -57,17 +56,21 @@ class Stack:
 
     def prepare(self, model: Path, name: str) -> None:
         """Write .env by make-env, with the model's folder and name."""
-        self._run(["deploy/compose/make-env"])
+        self.make_env()
         values = {"HEADRACE_MODEL_DIR": str(model), "HEADRACE_SERVED_MODEL_NAME": name}
         with (self.folder / ".env").open("a") as file:
             file.writelines(f"{variable}={value}\n" for variable, value in values.items())
 
-    def build(self, network: str | None) -> dict[str, int]:
-        """Build the images, in a network of the builder. Return their sizes in bytes."""
+    def make_env(self) -> None:
+        self._run(["deploy/compose/make-env"])
+
+    def build(self) -> dict[str, int]:
+        """Build the images. Return their sizes in bytes."""
         files = ["-f", "docker-compose.yml"]
-        if network is not None:
+        if self._network is not None:
             override = self.folder.parent / "build.json"
-            override.write_text(json.dumps({"services": {name: {"build": {"network": network}} for name in BUILT}}))
+            networks = {name: {"build": {"network": self._network}} for name in BUILT}
+            override.write_text(json.dumps({"services": networks}))
             files += ["-f", str(override)]
         self._run(["docker", "compose", *files, "build", *BUILT])
         sizes = {}
@@ -126,6 +129,10 @@ class Stack:
 
     def restart_count(self, service: str) -> int:
         return int(self.inspect(service)["RestartCount"])
+
+    def started_at(self, service: str) -> float:
+        """Return the Unix time at which a service's container was started."""
+        return datetime.fromisoformat(self.inspect(service)["State"]["StartedAt"]).timestamp()
 
     def wait_until_restarted(self, service: str, restarts: int) -> None:
         """Wait until the restart policy has started a service more often than `restarts`, and it is healthy."""

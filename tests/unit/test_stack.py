@@ -5,8 +5,12 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import pytest
+
 from stack.__main__ import base_images
-from stack.registries import package_index
+from stack.daemon import Skipped
+from stack.registries import ROOT, package_index
+from stack.versions import commit, replace
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -23,7 +27,7 @@ def test_a_machine_that_can_have_no_daemon_is_skipped_with_the_reason(tmp_path: 
 
 
 def test_every_image_that_is_not_ours_has_a_stand_in() -> None:
-    assert {path.stem for path in (TESTS / "stack" / "bases").iterdir()} == base_images().keys()
+    assert {path.stem for path in (TESTS / "stack" / "bases").iterdir()} == base_images(ROOT).keys()
 
 
 def test_pip_finds_a_wheel_by_its_normalised_name(tmp_path: Path) -> None:
@@ -32,3 +36,23 @@ def test_pip_finds_a_wheel_by_its_normalised_name(tmp_path: Path) -> None:
         link = page.read().decode().split('"')[1]
         with urllib.request.urlopen(url.removesuffix("/simple/") + link) as wheel:
             assert wheel.read() == b"wheel"
+
+
+def test_a_version_that_replaces_another_leaves_the_users_files_and_no_empty_folders(tmp_path: Path) -> None:
+    for name, files in {"earlier": ("a/one", "b/c/two"), "later": ("a/one", "c/three")}.items():
+        for file in files:
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / file).write_text(name)
+    folder = tmp_path / "stack"
+    replace(tmp_path / "earlier", folder)
+    (folder / ".env").write_text("passwords")
+    mounted = (folder / "a").stat().st_ino
+    replace(tmp_path / "later", folder, tmp_path / "earlier")
+    found = {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+    assert found == {".env": "passwords", "a/one": "later", "c/three": "later"}
+    assert ((folder / "a").stat().st_ino, (folder / "b").exists()) == (mounted, False)
+
+
+def test_a_commit_that_git_does_not_have_is_skipped(tmp_path: Path) -> None:
+    with pytest.raises(Skipped, match="no commit 0123456789abcdef"):
+        commit("0123456789abcdef", tmp_path)

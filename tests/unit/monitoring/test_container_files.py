@@ -351,6 +351,18 @@ def stages(dockerfile: Path) -> dict[str, str]:
     return dict(re.findall(r"^FROM \S+ AS ([\w-]+)\n(.*?)(?=^FROM )", text, re.M | re.S))
 
 
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.parent.name)
+def test_every_stage_that_builds_our_wheel_has_the_files_that_pyproject_names(path: Path) -> None:
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    project, wheel = pyproject["project"], pyproject["tool"]["hatch"]["build"]["targets"]["wheel"]
+    named = {project["readme"], *project["license-files"], *(hook["path"] for hook in wheel["hooks"].values())}
+    building = [stage for stage in path.read_text(encoding="utf-8").split("\nFROM ") if '".[' in stage]
+    assert building
+    for stage in building:
+        copied = [line.split()[1:] for line in stage.splitlines() if line.startswith("COPY ")]
+        assert {str(Path(target) / Path(name).name) for *names, target in copied for name in names} >= named
+
+
 def test_the_image_of_the_gateway_has_no_torch_and_no_compiler() -> None:
     found = stages(ROOT / "Dockerfile")
     assert '".[gateway]"' in found["gateway-build"]

@@ -23,8 +23,6 @@ READS = {
 UNCHECKED = {
     "_PUBLISH": "a repeated call writes what is missing",
     "END_STREAM": "a repeated call writes what is missing, and a producer may not run the commands for workers",
-    "_FORGET_RUN": "its one command is one write, and it calls no function of its prelude that writes",
-    "STREAM_STATUS": "it calls no function of its prelude that writes",
 }
 
 
@@ -61,7 +59,8 @@ def test_every_script_is_loaded(package: ModuleType) -> None:
     texts = "\n".join(script.text for script in SCRIPTS.values())
     files = [path for folder in package.__path__ for path in Path(folder).rglob("*.lua")]
     assert files
-    assert [path.name for path in files if path.read_text(encoding="utf-8").strip() not in texts] == []
+    # unused functions are left out of a script, so a file is known by the comment with which it begins
+    assert [path.name for path in files if path.read_text(encoding="utf-8").partition("\n")[0] not in texts] == []
 
 
 def test_doctor_checks_the_right_of_a_worker_to_every_command_of_the_broker_s_scripts() -> None:

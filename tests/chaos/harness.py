@@ -126,9 +126,7 @@ class Harness:
             account.away = self._strike(account, fault)
             self._wait(lambda: all(h.id in watcher.ended for h in handles if not self._is_lost(h.id)), END_SECONDS)
             self._wait(
-                lambda: all(
-                    reader.is_done or reader.problems for reader in readers if not self._is_lost(reader.request_id)
-                ),
+                lambda: all(reader.is_done or reader.problems for reader in readers if not self._is_unread(reader)),
                 END_SECONDS,
             )
             self._wait(
@@ -148,7 +146,7 @@ class Harness:
                 continue
             self._check(account, handle, kind_number, ended=handle.id in watcher.ended)
         for reader, kind_number in zip(readers, http_numbers, strict=True):
-            if self._is_lost(reader.request_id):
+            if self._is_unread(reader):
                 continue
             self._check_http(account, reader, kind_number)
         doomed, self._site.doomed = self._site.doomed, []
@@ -164,6 +162,10 @@ class Harness:
     def _is_lost(self, request_id: str | None) -> bool:
         """Whether the stream may have been on a server that lost its data in this round."""
         return request_id is not None and self._site.home_of(request_id) in self._site.emptied
+
+    def _is_unread(self, reader: HttpReader) -> bool:
+        """Whether a client of a gateway may have lost its stream. Before its first event it does not know its id."""
+        return self._is_lost(reader.request_id) or (reader.is_lost and bool(self._site.emptied))
 
     def _intrude(self, handles: Sequence[AsyncResult], numbers: Sequence[int]) -> Intruder:
         """Start the intruder when a worker has seen every request. An earlier message would take the id of one.

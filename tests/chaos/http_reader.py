@@ -40,6 +40,8 @@ class HttpReader:
         self.choices: dict[int, TextChoice] = {}
         self.error: dict[str, Any] | None = None
         self.is_done = False
+        self.is_lost = False
+        """Whether the answer was that the stream was lost with its server."""
         self.num_rejoins = 0
         self.problems: list[str] = []
         self._ports = ports
@@ -87,6 +89,9 @@ class HttpReader:
             self._ask(connection)
             response = connection.getresponse()
             if response.status >= 500 or response.status == 429:
+                self.is_lost = b'"stream_lost"' in response.read()
+                if self.is_lost:  # before the first event; asked again, the answer would be the same
+                    self._stopped.set()
                 return  # Redis is away, or the queue is full: asked again
             if response.status != 200:
                 self.problems.append(f"HTTP {response.status}: {response.read(300)!r}")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 PYTHONS: Final = ("3.11", "3.12", "3.13", "3.14")
-OLDEST_TORCH: Final = "2.10.0"
+OLDEST_TORCH: Final = "2.11.0"
 """The oldest that pyproject.toml allows."""
 NEWEST_TORCH: Final = "2.13.0"
 PRODUCERS: Final = ("5.5.3", "5.6.3", "5.7.0")

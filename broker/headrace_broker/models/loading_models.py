@@ -69,9 +69,14 @@ def forget_loading(client: "redis.Redis", worker: str) -> None:
 
 
 def loading_models(client: "redis.Redis") -> dict[str, LoadingModel]:
-    """Return the models that workers are loading, by served name; none if the key holds another Redis type."""
+    """Return the models that workers are loading, by served name.
+
+    Returns none if the user may not read the key, or if the key holds another Redis type.
+    """
     try:
         return read_loading(client.hgetall(LOADING_KEY), time.time())
+    except redis.exceptions.NoPermissionError:
+        return {}
     except redis.ResponseError as error:
         if "WRONGTYPE" not in str(error):
             raise

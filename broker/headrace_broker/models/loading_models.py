@@ -40,11 +40,9 @@ class LoadingModel:
             registered: the model's entry of the registry. Only a worker that serves the model writes one.
             now: unix seconds.
         """
-        if registered is None:
+        if registered is None or abs(now - registered.seen) >= _SEEN_SECONDS:
             return False
-        if registered.seen >= self.since:
-            return True
-        return registered.worker not in self.workers and now - registered.seen < _SEEN_SECONDS
+        return registered.seen >= self.since or registered.worker not in self.workers
 
 
 def report_loading(

@@ -1,6 +1,7 @@
 """The conversation of the playground in a real browser."""
 
 import json
+from datetime import datetime
 from typing import Any
 
 from playwright.sync_api import Page, expect
@@ -230,6 +231,24 @@ def test_the_page_says_how_far_a_model_is_loaded_until_it_is(
     polls = sum("/v1/models" in url for url in script.urls)
     page.clock.run_for(10_000)
     assert sum("/v1/models" in url for url in script.urls) == polls
+
+
+def test_the_chosen_model_stays_chosen_if_one_list_lacks_it(
+    page: Page, scripted: ScriptedGateway, script: Script
+) -> None:
+    page.clock.install(time=datetime(2026, 1, 1))
+    page.clock.pause_at(datetime(2026, 1, 2))  # from here on, the page polls only when the test lets time pass
+    script.models, script.fields = ("a", "b"), {"state": "loading", "progress": 0.9}
+    page.goto(scripted.url)
+    expect(page.locator("#play-model option")).to_have_count(2)
+    page.locator("#play-model").select_option("b")
+    script.models, script.fields = ("a",), {"max_model_len": 9}
+    page.clock.run_for(2100)
+    expect(page.locator("#play-model option")).to_have_text(["a"])
+    script.models = ("a", "b")
+    page.clock.run_for(2100)
+    expect(page.locator("#play-model option")).to_have_text(["a", "b"])
+    expect(page.locator("#play-model")).to_have_value("b")
 
 
 def test_the_page_notices_that_a_model_is_loading_while_an_answer_is_awaited(

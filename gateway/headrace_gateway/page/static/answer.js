@@ -8,6 +8,8 @@ export class Answer {
   #reasoning = "";
   #calls = [];
   #isDrawn = true;
+  #isComplete = false;
+  #isFailed = false;
   #thoughts = element("pre");
   #box = element("details", { className: "reasoning", hidden: "" }, element("summary", { text: "Reasoning" }), this.#thoughts);
   #body = element("div", { className: "markdown" });
@@ -40,14 +42,18 @@ export class Answer {
     this.#called.replaceChildren(...this.#calls.map(callNode));
   }
 
-  get calls() {
-    return this.#calls;
+  end({ isStopped, isFailed }) {
+    this.#isFailed = isFailed;
+    this.#isComplete = !isStopped && !isFailed;
+    this.draw();
   }
 
-  // Returns the message with which the next request repeats this answer; null if there is nothing to repeat.
+  // Returns the message with which the next request repeats this answer; null if there is nothing to repeat. A stopped
+  // answer is repeated as far as the user saw it, without its tool calls: their arguments may be cut.
   message() {
-    if (!this.#text && !this.#calls.length) return null;
-    const calls = this.#calls.map(({ id, name, arguments: json }) => ({ id, type: "function", function: { name, arguments: json } }));
+    const whole = this.#isComplete ? this.#calls : [];
+    if (this.#isFailed || (!this.#text && !whole.length)) return null;
+    const calls = whole.map(({ id, name, arguments: json }) => ({ id, type: "function", function: { name, arguments: json } }));
     return { role: "assistant", content: this.#text || null, ...(calls.length ? { tool_calls: calls } : {}) };
   }
 }

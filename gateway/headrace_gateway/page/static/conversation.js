@@ -29,8 +29,8 @@ class Turn {
     this.answer.add(delta, inPane);
   }
 
-  end() {
-    inPane(() => this.answer.draw());
+  end(how) {
+    inPane(() => this.answer.end(how));
   }
 }
 
@@ -52,8 +52,8 @@ export function clear() {
 }
 
 // Returns the messages of a request whose answer belongs to `turn`: all turns before it, and what the user says in it.
-// Turns without an answer are left out, since many chat templates want roles in turns. What the user says after a tool
-// call is the call's result.
+// Turns without an answer, or with one that failed, are left out, since many chat templates want roles in turns. What
+// the user says after a tool call is the call's result.
 export function messagesOf(turn) {
   const messages = [];
   let calls = [];
@@ -67,7 +67,7 @@ export function messagesOf(turn) {
     if (!answer) continue;
     say(before.said);
     messages.push(answer);
-    calls = before.answer.calls;
+    calls = answer.tool_calls ?? [];
   }
   say(turn.said);
   return messages;

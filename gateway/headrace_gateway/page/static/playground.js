@@ -176,7 +176,7 @@ async function answer(completion, turn, body) {
   } catch (error) {
     problem = error;
   }
-  turn.end();
+  turn.end({ isStopped: completion.isStopped, isFailed: Boolean(problem) });
   if (running !== completion) return; // a new conversation has begun
   running = null;
   setAwaited(false);

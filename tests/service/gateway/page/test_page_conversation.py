@@ -29,6 +29,13 @@ def messages(script: Script) -> list[list[tuple[str, str]]]:
     return [[(message["role"], message["content"]) for message in body["messages"]] for body in script.bodies]
 
 
+def call_part(arguments: str, **more: Any) -> dict[str, Any]:
+    """Return a delta with a part of a tool call; the first part has the call's id."""
+    first = {"type": "function", **more} if more else {}
+    function = {"arguments": arguments, **({"name": "weather"} if more else {})}
+    return {"tool_calls": [{"index": 0, "function": function, **first}]}
+
+
 def test_each_request_has_the_turns_before_it(page: Page, scripted: ScriptedGateway, script: Script) -> None:
     page.goto(scripted.url)
     page.locator("#play-system").fill("be brief")
@@ -170,11 +177,7 @@ def test_reasoning_is_folded_and_not_repeated(page: Page, scripted: ScriptedGate
 def test_a_tool_call_is_shown_and_the_next_message_is_its_result(
     page: Page, scripted: ScriptedGateway, script: Script
 ) -> None:
-    def part(arguments: str, **more: Any) -> dict[str, Any]:
-        function = {"arguments": arguments, **({"name": "weather"} if more else {})}
-        return {"tool_calls": [{"index": 0, "function": function, **more}]}
-
-    script.tokens = [part("", id="call_1", type="function"), part('{"city": '), part('"<i>Ulm</i>"}')]
+    script.tokens = [call_part("", id="call_1"), call_part('{"city": '), call_part('"<i>Ulm</i>"}')]
     tools = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
     page.goto(scripted.url)
     page.get_by_text("Tools", exact=True).click()
@@ -195,13 +198,29 @@ def test_a_tool_call_is_shown_and_the_next_message_is_its_result(
     ]
 
 
+def test_a_tool_call_of_a_stopped_answer_is_not_repeated(page: Page, scripted: ScriptedGateway, script: Script) -> None:
+    script.tokens, script.allowed = ["let me see", call_part("", id="call_1"), call_part('{"ci'), "never"], 3
+    page.goto(scripted.url)
+    say(page, "one")
+    expect(page.locator(".call pre code")).to_have_text('{"ci')
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator("#play-state")).to_have_text("stopped")
+    script.tokens = ["2"]
+    say(page, "two")
+    finished(page, "2")
+    assert messages(script)[-1] == [("user", "one"), ("assistant", "let me see"), ("user", "two")]
+    assert "tool_calls" not in script.bodies[-1]["messages"][1]
+
+
 def test_a_failed_answer_can_be_asked_for_again_and_is_no_turn_of_the_next_request(
     page: Page, scripted: ScriptedGateway, script: Script
 ) -> None:
-    script.tokens, script.error = [], "the worker was lost"
+    script.tokens, script.error = ["half"], "the worker was lost"
     page.goto(scripted.url)
     say(page, "one")
     expect(page.locator("#play-problem")).to_have_text("the worker was lost")
+    expect(page.locator(ANSWER)).to_have_text("half")
+    script.tokens = []
     say(page, "two")
     expect(page.locator(".said")).to_have_text(["one", "two"])
     expect(page.locator("#play-state")).to_have_text("failed")

@@ -42,6 +42,10 @@ export class Answer {
     this.#called.replaceChildren(...this.#calls.map(callNode));
   }
 
+  get isEmpty() {
+    return !this.#text && !this.#reasoning && !this.#calls.length;
+  }
+
   end({ isStopped, isFailed }) {
     this.#isFailed = isFailed;
     this.#isComplete = !isStopped && !isFailed;

@@ -76,6 +76,33 @@ def test_the_last_answer_is_regenerated_with_the_same_request(
     assert messages(script)[-1] == [*answered, ("user", "three")]
 
 
+def test_an_answer_stays_if_nothing_of_another_one_arrives(
+    page: Page, scripted: ScriptedGateway, script: Script
+) -> None:
+    page.goto(scripted.url)
+    say(page, "one")
+    finished(page, "The sky is blue.")
+    page.locator("#play-system").fill("be brief")
+    script.is_held = True
+    with page.expect_request("**/v1/chat/completions"):
+        page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator("#play-state")).to_have_text("waiting")
+    expect(page.locator(ANSWER)).to_have_text(["The sky is blue."])
+    with page.expect_response("**/cancel"):
+        page.get_by_role("button", name="Stop").click()
+        script.is_held = False
+    expect(page.locator("#play-state")).to_have_text("stopped")
+    expect(page.locator(ANSWER)).to_have_text(["The sky is blue."])
+    say(page, "two")
+    expect(page.locator(ANSWER)).to_have_text(["The sky is blue.", "The sky is blue."])
+    finished(page, "The sky is blue.")
+    system, first = ("system", "be brief"), ("user", "one")
+    assert messages(script)[1:] == [
+        [system, first],
+        [system, first, ("assistant", "The sky is blue."), ("user", "two")],
+    ]
+
+
 def test_a_new_conversation_begins_without_the_turns_before_and_ends_a_running_answer(
     page: Page, scripted: ScriptedGateway, script: Script
 ) -> None:

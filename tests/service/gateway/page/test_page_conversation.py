@@ -159,6 +159,22 @@ def test_a_stopped_answer_stays_in_the_conversation_as_far_as_it_came(
     assert messages(script)[-1] == [("user", "one"), ("assistant", "The sky "), ("user", "two")]
 
 
+def test_escape_stops_an_answer_wherever_the_focus_is(page: Page, scripted: ScriptedGateway, script: Script) -> None:
+    script.allowed = 1
+    page.goto(scripted.url)
+    page.get_by_role("button", name="Send").click()  # it is disabled from here on, and loses the focus
+    expect(page.locator(ANSWER)).to_have_text("The ")
+    # the Escape with which a user rejects a word of an input method
+    page.locator("#play-user").evaluate(
+        "node => node.dispatchEvent(new KeyboardEvent('keydown', {key: 'Escape', isComposing: true, bubbles: true}))"
+    )
+    script.allowed = 2
+    expect(page.locator(ANSWER)).to_have_text("The sky ")
+    page.locator("#key").focus()
+    page.keyboard.press("Escape")
+    expect(page.locator("#play-state")).to_have_text("stopped")
+
+
 def test_enter_sends_and_shift_enter_begins_a_new_line(page: Page, scripted: ScriptedGateway, script: Script) -> None:
     page.goto(scripted.url)
     box = page.locator("#play-user")

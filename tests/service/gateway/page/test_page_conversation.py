@@ -290,9 +290,11 @@ def test_the_page_says_how_far_a_model_is_loaded_until_it_is(
     page.clock.run_for(2100)
     expect(page.locator("#play-loading")).to_be_hidden()
     expect(page.locator("#play-model option")).to_have_text(MODEL)
-    polls = sum("/v1/models" in url for url in script.urls)
+    sent: list[str] = []
+    page.on("request", lambda request: sent.append(request.url))
     page.clock.run_for(10_000)
-    assert sum("/v1/models" in url for url in script.urls) == polls
+    page.evaluate("() => fetch('/v1/models?last')")  # by its end, all that was sent before it is known
+    assert sent == [f"{scripted.url}/v1/models?last"]
 
 
 def test_the_chosen_model_stays_chosen_if_one_list_lacks_it(

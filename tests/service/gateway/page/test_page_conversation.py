@@ -4,6 +4,7 @@ import json
 from datetime import datetime
 from typing import Any
 
+import pytest
 from playwright.sync_api import Page, expect
 
 from headrace_broker import Client
@@ -141,6 +142,26 @@ def test_stop_cancels_a_request_whose_response_has_not_begun(
     finished(page, "2")
     # a turn without an answer is not repeated
     assert messages(script) == [[("user", "one")], [("user", "two")]]
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_stop_closes_the_connection_if_the_response_has_no_id(
+    page: Page, scripted: ScriptedGateway, script: Script, has_begun: bool
+) -> None:
+    sent: list[str] = []
+    page.on("request", lambda request: sent.append(request.url))
+    script.has_id, script.is_held, script.allowed = False, not has_begun, 1
+    page.goto(scripted.url)
+    with page.expect_request("**/v1/chat/completions"):
+        say(page, "one")
+    if has_begun:
+        expect(page.locator(ANSWER)).to_have_text("The ")
+    with page.expect_event("requestfailed", lambda request: request.url.endswith("/v1/chat/completions")):
+        page.keyboard.press("Escape")
+        script.is_held = False
+    expect(page.locator("#play-state")).to_have_text("stopped")
+    page.evaluate("() => fetch('/v1/models')")  # by its end, all that was sent before it is known
+    assert not any(url.endswith("/cancel") for url in sent)
 
 
 def test_a_stopped_answer_stays_in_the_conversation_as_far_as_it_came(

@@ -8,6 +8,9 @@ export class Answer {
   #reasoning = "";
   #calls = [];
   #isDrawn = true;
+  #pause = 0; // milliseconds until the next draw may begin
+  #hasThought = false; // since the last draw
+  #hasCalled = false;
   #isComplete = false;
   #isFailed = false;
   #thoughts = element("pre");
@@ -20,8 +23,10 @@ export class Answer {
     this.node = element("div", { className: "answer" }, element("div", { className: "who", text: model }), this.#box, this.#body, this.#called);
   }
 
-  // Takes the `delta` of a chunk, and draws it with all others of the same frame.
+  // Takes the `delta` of a chunk, and draws it together with those that follow soon.
   add(delta, inPane) {
+    this.#hasThought ||= Boolean(delta.reasoning_content);
+    this.#hasCalled ||= Boolean(delta.tool_calls);
     this.#reasoning += delta.reasoning_content ?? "";
     this.#text += delta.content ?? "";
     for (const part of delta.tool_calls ?? []) {
@@ -30,16 +35,25 @@ export class Answer {
       call.name += part.function?.name ?? "";
       call.arguments += part.function?.arguments ?? "";
     }
-    if (this.#isDrawn) requestAnimationFrame(() => inPane(() => this.draw()));
+    if (this.#isDrawn) setTimeout(() => requestAnimationFrame(() => this.#drawIn(inPane)), this.#pause);
     this.#isDrawn = false;
+  }
+
+  // Each draw builds the last block again, which takes the longer the longer it is. The pauses leave the page most of
+  // the time.
+  #drawIn(inPane) {
+    const began = performance.now();
+    inPane(() => this.draw());
+    this.#pause = 4 * (performance.now() - began);
   }
 
   draw() {
     this.#isDrawn = true;
-    this.#thoughts.textContent = this.#reasoning;
+    if (this.#hasThought) this.#thoughts.textContent = this.#reasoning;
     this.#box.hidden = !this.#reasoning;
     showMarkdown(this.#body, this.#text);
-    this.#called.replaceChildren(...this.#calls.map(callNode));
+    if (this.#hasCalled) this.#called.replaceChildren(...this.#calls.map(callNode));
+    this.#hasThought = this.#hasCalled = false;
   }
 
   get isEmpty() {

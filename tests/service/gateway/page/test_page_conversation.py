@@ -238,6 +238,43 @@ def test_reasoning_is_folded_and_not_repeated(page: Page, scripted: ScriptedGate
     assert messages(script)[-1][1] == ("assistant", "yes")
 
 
+def test_reasoning_and_calls_are_not_written_again_while_text_arrives(
+    page: Page, scripted: ScriptedGateway, script: Script
+) -> None:
+    script.tokens, script.allowed = [{"reasoning_content": "let me see"}, call_part("{}", id="call_1"), "a", "b"], 3
+    page.goto(scripted.url)
+    say(page, "one")
+    expect(page.locator(ANSWER)).to_have_text("a")
+    nodes = page.evaluate_handle(
+        "() => [document.querySelector('.reasoning pre').firstChild, document.querySelector('.call')]"
+    )
+    script.allowed = 4
+    finished(page, "ab")
+    assert nodes.evaluate("nodes => nodes.map(node => node.isConnected)") == [True, True]
+
+
+def test_the_next_draw_of_an_answer_waits_longer_than_the_last_one_took(page: Page, scripted: ScriptedGateway) -> None:
+    page.goto(scripted.url)
+    took, waited = page.evaluate(
+        """async () => {
+          const { Answer } = await import("/page/answer.js");
+          const answer = new Answer("m");
+          const draw = (text) => new Promise((resolve) => {
+            answer.add({ content: text }, (change) => {
+              const began = performance.now();
+              change();
+              while (performance.now() - began < 20);
+              resolve([began, performance.now()]);
+            });
+          });
+          const [began, ended] = await draw("a");
+          const [next] = await draw("b");
+          return [ended - began, next - ended];
+        }"""
+    )
+    assert waited > 3 * took
+
+
 def test_a_tool_call_is_shown_and_the_next_message_is_its_result(
     page: Page, scripted: ScriptedGateway, script: Script
 ) -> None:

@@ -407,7 +407,7 @@ class Client(UsageCalls):
     def loading_models(self) -> dict[str, LoadingModel]:
         """Return the models that workers are loading now, by served name. Another worker may serve one meanwhile.
 
-        Of the users in deploy/redis/users.acl, `client` and `producer` may not read them.
+        Returns none if the Redis user may not read them, as `client` and `producer` of deploy/redis/users.acl.
         """
         from headrace_broker.models.loading_models import loading_models
 

@@ -40,11 +40,9 @@ class LoadingModel:
             registered: the model's entry of the registry. Only a worker that serves the model writes one.
             now: unix seconds.
         """
-        if registered is None:
+        if registered is None or abs(now - registered.seen) >= _SEEN_SECONDS:
             return False
-        if registered.seen >= self.since:
-            return True
-        return registered.worker not in self.workers and now - registered.seen < _SEEN_SECONDS
+        return registered.seen >= self.since or registered.worker not in self.workers
 
 
 def report_loading(
@@ -69,9 +67,14 @@ def forget_loading(client: "redis.Redis", worker: str) -> None:
 
 
 def loading_models(client: "redis.Redis") -> dict[str, LoadingModel]:
-    """Return the models that workers are loading, by served name; none if the key holds another Redis type."""
+    """Return the models that workers are loading, by served name.
+
+    Returns none if the user may not read the key, or if the key holds another Redis type.
+    """
     try:
         return read_loading(client.hgetall(LOADING_KEY), time.time())
+    except redis.exceptions.NoPermissionError:
+        return {}
     except redis.ResponseError as error:
         if "WRONGTYPE" not in str(error):
             raise

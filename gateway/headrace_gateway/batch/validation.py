@@ -120,7 +120,8 @@ def _duplicate(number: int, custom_id: str, first: KnownLine) -> LineProblem:
 
 def _problem(number: int, error: ApiError) -> LineProblem:
     message = error.message
-    if error.code == ErrorCode.MODEL_NOT_FOUND:
+    is_loading = error.headers.get("x-should-retry") == "true"
+    if error.code == ErrorCode.MODEL_NOT_FOUND and not is_loading:
         message = "the model in body.model does not exist: no worker has registered it"
     return LineProblem(number, error.code, message, error.param)
 

@@ -82,7 +82,10 @@ def unknown_model(name: str) -> ApiError:
 
 
 def still_loading(name: str, progress: float) -> ApiError:
-    """Return the error for a model that its first worker is loading. Batches wait for it, as for any missing model."""
+    """Return the error for a model that its first worker is loading.
+
+    A batch that is being created is refused with it; the lines of a running one wait, as for any missing model.
+    """
     message = f"the model {name[:64]!r} is loading ({progress:.0%}), and no worker has served it yet; try again"
     return ApiError(
         404, "invalid_request_error", ErrorCode.MODEL_NOT_FOUND, message, param="model", headers=_RETRY_SOON

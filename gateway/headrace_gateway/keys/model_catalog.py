@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from headrace_broker import AsyncClient, LoadingModel, RegisteredModel
 from headrace_gateway.errors import invalid
@@ -58,25 +58,37 @@ class SharedRead(Generic[Value]):
         return value
 
 
+class KnownModels(NamedTuple):
+    """The models of one read, by served name."""
+
+    registered: dict[str, RegisteredModel]
+    """All that were ever served."""
+    loading: dict[str, LoadingModel]
+    """Those that workers are loading and that no other worker serves. Some may never have been served before."""
+
+
 class ModelCatalog:
     """Registered models by served name. Adapters are found by their own names."""
 
     def __init__(self, client: AsyncClient, now: Callable[[], float] = time.monotonic) -> None:
-        self._models = SharedRead(client.models, now)
-        self._loading = SharedRead(client.loading_models, now)
+        self._client: Final = client
+        self._known = SharedRead(self._read, now)
+
+    async def _read(self) -> KnownModels:
+        # The loading models first: a worker registers its model before it deletes its report. In the other order a
+        # model that becomes ready between the two reads would be in neither.
+        loading = await self._client.loading_models()
+        models, now = await self._client.models(), time.time()
+        not_served = {name: model for name, model in loading.items() if not model.is_served(models.get(name), now)}
+        return KnownModels(models, not_served)
+
+    async def known(self) -> KnownModels:
+        """Return all models, and which of them are loading. Raises QueueUnavailableError if Redis is unavailable."""
+        return await self._known.get()
 
     async def all(self) -> dict[str, RegisteredModel]:
-        """Return all models. Raises QueueUnavailableError if Redis is unavailable."""
-        return await self._models.get()
-
-    async def loading(self) -> dict[str, LoadingModel]:
-        """Return the models that workers are loading and that no other worker serves, by served name.
-
-        A model that was never served before is among them, and not in `all`.
-        """
-        models, now = await self.all(), time.time()
-        found = await self._loading.get()
-        return {name: model for name, model in found.items() if not model.is_served(models.get(name), now)}
+        """Return all models that were ever served. Raises QueueUnavailableError if Redis is unavailable."""
+        return (await self.known()).registered
 
     async def only(self, key: ApiKey) -> RegisteredModel | None:
         """Return the model for a request that names none; None if the key may use several models, or none."""
@@ -104,9 +116,11 @@ class ModelCatalog:
             raise invalid(f"model must not be empty: {_LISTED}", param="model")
         if not key.may_use(name):
             raise unknown_model(name)
-        found = _find(name, await self.all()) or _find(name, await self._models.get(_MISSED_SECONDS))
+        found = _find(name, await self.all())
         if found is None:
-            loading = (await self.loading()).get(name)
+            latest = await self._known.get(_MISSED_SECONDS)
+            found, loading = _find(name, latest.registered), latest.loading.get(name)
+        if found is None:
             raise unknown_model(name) if loading is None else still_loading(name, loading.progress)
         model, adapter = found
         if adapter is None and task is not None and task not in model.tasks:

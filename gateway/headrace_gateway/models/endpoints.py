@@ -28,7 +28,7 @@ async def find_model(request: Request) -> Response:
 
 async def _listed(request: Request) -> list[dict[str, Any]]:
     key, catalog = key_of(request), gateway_of(request).models
-    models, loading = await catalog.all(), await catalog.loading()
+    models, loading = await catalog.known()
     listed = []
     for name in sorted({*models, *loading}):
         progress = _progress(loading.get(name))

@@ -12,6 +12,7 @@ from headrace_broker.keys import LOADING_KEY, LOADING_SECONDS, MODELS_KEY
 from headrace_broker.models.loading_models import forget_loading, loading_models, report_loading
 from headrace_broker.models.registry import known_models, read_models, register_model
 from headrace_broker.packing import pack
+from headrace_broker.server.connections import connect
 from headrace_broker.server.embedded import EmbeddedServer
 
 OLD = {"max_model_len": 64, "seen": 5.0, "worker": "w"}
@@ -102,3 +103,16 @@ def test_a_loading_worker_is_seen_until_it_ends_and_registers_no_model(
         client.submit("x", model="other")  # still accepted: without a registered model, every name is
     forget_loading(redis_client, "w")
     assert loading_models(redis_client) == {}
+
+
+def test_a_user_that_may_not_read_the_loading_models_sees_none(
+    redis_client: "redis.Redis", redis_server: EmbeddedServer
+) -> None:
+    now = time.time()
+    report_loading(redis_client, "w", ["m"], progress=0.0, since=now, now=now)
+    redis_client.acl_setuser("narrow", enabled=True, nopass=True, keys=["headrace:models"], commands=["+@all"])
+    try:
+        with connect(redis_server.url.replace("redis://", "redis://narrow:x@")) as narrow:
+            assert loading_models(narrow) == {}
+    finally:
+        redis_client.acl_deluser("narrow")

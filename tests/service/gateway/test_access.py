@@ -109,14 +109,20 @@ async def test_a_loading_model_is_listed_with_its_progress_and_makes_no_replica_
 ) -> None:
     keys = write_keys(tmp_path / "keys", "web", models='["new", "old", "old-lora"]')
     now = time.time()
-    report_loading(redis_client, "w1", ["new", "hidden"], progress=0.4567, since=now, now=now)
+
+    def report() -> None:
+        """Report again, since a report is believed for 15 s only and a gateway takes some of them to start."""
+        report_loading(redis_client, "w1", ["new", "hidden"], progress=0.4567, since=now, now=time.time())
+        for worker, name in (("w2", "old"), ("w4", "served")):
+            report_loading(redis_client, worker, [name], progress=0.0, since=now, now=time.time())
+
+    report()
     async with running_app(redis_server.url, keys=tmp_path / "keys") as (_, client):
         assert (await client.get("/ready")).status_code == 503
     register_model(redis_client, "old", max_model_len=9, worker="w2", seen=now - 9, loras=["old-lora"])
     register_model(redis_client, "served", max_model_len=9, worker="w3", seen=now - 9)
-    for worker, name in (("w2", "old"), ("w4", "served")):
-        report_loading(redis_client, worker, [name], progress=0.0, since=now, now=now)
     async with running_app(redis_server.url, keys=tmp_path / "keys") as (_, client):
+        report()
         listed = (await client.get("/v1/models", headers=bearer(keys["web"]))).json()["data"]
         assert [(model["id"], model["state"], model["progress"]) for model in listed] == [
             ("new", "loading", 0.457),
@@ -133,6 +139,7 @@ async def test_a_loading_model_is_listed_with_its_progress_and_makes_no_replica_
         assert (refused.status_code, refused.headers["x-should-retry"]) == (404, "true")
         assert "'new' is loading (46%)" in error_of(refused)["message"]
     async with running_app(redis_server.url) as (_, client):
+        report()
         listed = (await client.get("/v1/models")).json()["data"]
         assert [model["id"] for model in listed if "state" not in model] == ["served"]
 

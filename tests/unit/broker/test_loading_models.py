@@ -51,6 +51,7 @@ def test_a_report_that_is_old_or_malformed_is_left_out(wrong: dict[str, Any]) ->
         (989.0, "a", False),  # by this worker, before it began to load again
         (989.0, "b", True),
         (900.0, "b", False),  # longer ago than workers register
+        (1100.0, "b", False),  # by a clock that is wrong
     ],
 )
 def test_a_model_counts_as_served_if_another_worker_has_registered_it_lately(
@@ -59,3 +60,9 @@ def test_a_model_counts_as_served_if_another_worker_has_registered_it_lately(
     [loading] = read(a=ROW).values()
     assert loading.is_served(RegisteredModel("m", 64, seen, worker), NOW) is is_served
     assert loading.is_served(None, NOW) is False
+
+
+def test_a_worker_that_registered_after_the_load_began_and_is_gone_serves_nothing() -> None:
+    [loading] = read(a={**ROW, "since": 100.0}).values()
+    assert loading.is_served(RegisteredModel("m", 64, 950.0, "b"), NOW) is True
+    assert loading.is_served(RegisteredModel("m", 64, 900.0, "b"), NOW) is False

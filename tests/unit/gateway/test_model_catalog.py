@@ -61,10 +61,36 @@ async def test_a_model_that_its_first_worker_is_loading_is_missing_with_a_reason
     assert await catalog.only(ApiKey("web")) is None
 
 
+async def test_a_model_that_becomes_ready_between_the_two_reads_is_found() -> None:
+    class Readied(Models):
+        """The worker registers its model and deletes its report while a caller reads."""
+
+        async def loading_models(self) -> dict[str, LoadingModel]:
+            found = await super().loading_models()
+            self.become_ready()
+            return found
+
+        async def models(self) -> dict[str, RegisteredModel]:
+            found = await super().models()
+            self.become_ready()
+            return found
+
+        def become_ready(self) -> None:
+            self.names, self.loading = ["m"], []
+
+    client: Any = Readied()
+    client.loading = ["m"]
+    catalog = ModelCatalog(client, now=lambda: 0.0)
+    registered, _ = await catalog.known()
+    assert set(registered) == {"m"}
+    model, _ = await catalog.find("m", ApiKey("web"))
+    assert model.name == "m"
+
+
 async def test_a_model_that_was_served_before_takes_requests_while_it_is_loading() -> None:
     client: Any = Models()
     client.names = client.loading = ["m"]
     catalog = ModelCatalog(client, now=lambda: 0.0)
-    assert set(await catalog.loading()) == {"m"}
+    assert set((await catalog.known()).loading) == {"m"}
     model, _ = await catalog.find("m", ApiKey("web"))
     assert model.name == "m"

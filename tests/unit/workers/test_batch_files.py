@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace_broker import LoadingModel
 from headrace_cli.batch.batch_run import RunFile
 from headrace_gateway.batch.answer_file import AnswerFile
 from headrace_gateway.batch.input_file import InputFile
@@ -32,13 +33,13 @@ def written(path: Path, *lines: Any) -> str:
 
 
 class Models:
-    """A client with one registered model."""
+    """A client with one registered model, and one that its first worker is loading."""
 
     async def models(self) -> dict[str, Any]:
         return {"m": model()}
 
     async def loading_models(self) -> dict[str, Any]:
-        return {}
+        return {"new": LoadingModel("new", 0.4, 9.0, frozenset({"w"}))}
 
 
 async def check(name: str) -> dict[str, KnownLine]:
@@ -82,6 +83,16 @@ async def test_a_strict_gateway_refuses_lines_with_ignored_fields(tmp_path: Path
     with InputFile(written(tmp_path / "in", line)) as source, pytest.raises(InputRefusedError) as refusal:
         await check_input(source, ModelCatalog(Models()), strict=True)  # type: ignore[arg-type]
     assert (refusal.value.problems[0].code, refusal.value.problems[0].param) == ("unsupported_parameter", "chat_id")
+
+
+async def test_a_line_for_a_model_that_is_loading_says_so(tmp_path: Path) -> None:
+    lines = [request(name, body={**CHAT, "model": name}) for name in ("new", "none")]
+    with pytest.raises(InputRefusedError) as refused:
+        await check(written(tmp_path / "in", *lines))
+    loading, unknown = refused.value.problems
+    assert (loading.code, unknown.code) == ("model_not_found", "model_not_found")
+    assert "'new' is loading (40%)" in loading.message
+    assert "no worker has registered it" in unknown.message
 
 
 async def test_a_line_that_is_too_long_is_refused_and_the_next_one_is_read(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import time
 
 import redis
+import structlog
 
 from headrace_broker import LoadingModel
 from headrace_broker.keys import LOADING_KEY, LOADING_SECONDS
@@ -73,3 +74,12 @@ def test_a_report_that_redis_refuses_stops_nothing() -> None:
     desk.redis.error = None
     desk.watch.report_loading()
     assert loading(desk) is not None
+
+
+def test_a_report_that_redis_does_not_permit_is_logged_once() -> None:
+    desk = lost()
+    desk.redis.error = redis.exceptions.NoPermissionError("User w has no permissions to access the key")
+    with structlog.testing.capture_logs() as logged:
+        desk.watch.report_loading()
+        desk.watch.report_loading()
+    assert [entry["event"] for entry in logged] == ["loading report refused"]

@@ -8,6 +8,11 @@ export class Answer {
   #reasoning = "";
   #calls = [];
   #isDrawn = true;
+  #pause = 0; // milliseconds until the next draw may begin
+  #hasThought = false; // since the last draw
+  #hasCalled = false;
+  #isComplete = false;
+  #isFailed = false;
   #thoughts = element("pre");
   #box = element("details", { className: "reasoning", hidden: "" }, element("summary", { text: "Reasoning" }), this.#thoughts);
   #body = element("div", { className: "markdown" });
@@ -18,8 +23,10 @@ export class Answer {
     this.node = element("div", { className: "answer" }, element("div", { className: "who", text: model }), this.#box, this.#body, this.#called);
   }
 
-  // Takes the `delta` of a chunk, and draws it with all others of the same frame.
+  // Takes the `delta` of a chunk, and draws it together with those that follow soon.
   add(delta, inPane) {
+    this.#hasThought ||= Boolean(delta.reasoning_content);
+    this.#hasCalled ||= Boolean(delta.tool_calls);
     this.#reasoning += delta.reasoning_content ?? "";
     this.#text += delta.content ?? "";
     for (const part of delta.tool_calls ?? []) {
@@ -28,26 +35,43 @@ export class Answer {
       call.name += part.function?.name ?? "";
       call.arguments += part.function?.arguments ?? "";
     }
-    if (this.#isDrawn) requestAnimationFrame(() => inPane(() => this.draw()));
+    if (this.#isDrawn) setTimeout(() => requestAnimationFrame(() => this.#drawIn(inPane)), this.#pause);
     this.#isDrawn = false;
+  }
+
+  // Each draw builds the last block again, which takes the longer the longer it is. The pauses leave the page most of
+  // the time.
+  #drawIn(inPane) {
+    const began = performance.now();
+    inPane(() => this.draw());
+    this.#pause = 4 * (performance.now() - began);
   }
 
   draw() {
     this.#isDrawn = true;
-    this.#thoughts.textContent = this.#reasoning;
+    if (this.#hasThought) this.#thoughts.textContent = this.#reasoning;
     this.#box.hidden = !this.#reasoning;
     showMarkdown(this.#body, this.#text);
-    this.#called.replaceChildren(...this.#calls.map(callNode));
+    if (this.#hasCalled) this.#called.replaceChildren(...this.#calls.map(callNode));
+    this.#hasThought = this.#hasCalled = false;
   }
 
-  get calls() {
-    return this.#calls;
+  get isEmpty() {
+    return !this.#text && !this.#reasoning && !this.#calls.length;
   }
 
-  // Returns the message with which the next request repeats this answer; null if there is nothing to repeat.
+  end({ isStopped, isFailed }) {
+    this.#isFailed = isFailed;
+    this.#isComplete = !isStopped && !isFailed;
+    this.draw();
+  }
+
+  // Returns the message with which the next request repeats this answer; null if there is nothing to repeat. A stopped
+  // answer is repeated as far as the user saw it, without its tool calls: their arguments may be cut.
   message() {
-    if (!this.#text && !this.#calls.length) return null;
-    const calls = this.#calls.map(({ id, name, arguments: json }) => ({ id, type: "function", function: { name, arguments: json } }));
+    const whole = this.#isComplete ? this.#calls : [];
+    if (this.#isFailed || (!this.#text && !whole.length)) return null;
+    const calls = whole.map(({ id, name, arguments: json }) => ({ id, type: "function", function: { name, arguments: json } }));
     return { role: "assistant", content: this.#text || null, ...(calls.length ? { tool_calls: calls } : {}) };
   }
 }

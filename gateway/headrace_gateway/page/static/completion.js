@@ -6,7 +6,8 @@ export const PATH = "/v1/chat/completions";
 
 export class Completion {
   isStopped = false;
-  #id = null;
+  #id = null; // stays null if a proxy removes the header
+  #hasBegun = false;
   #connection = new AbortController();
   #tellStopped;
   #stopped = new Promise((resolve) => (this.#tellStopped = resolve));
@@ -22,6 +23,7 @@ export class Completion {
     try {
       const response = await send(PATH, { body, signal: this.#connection.signal });
       this.#id = response.headers.get("x-headrace-id");
+      this.#hasBegun = true;
       if (this.isStopped) return this.#cancel();
       onResponse(response);
       const done = await readEvents(response, (event) => {
@@ -41,11 +43,11 @@ export class Completion {
   stop() {
     this.isStopped = true;
     this.#tellStopped();
-    if (this.#id) this.#cancel();
+    if (this.#hasBegun) this.#cancel();
   }
 
   #cancel() {
-    ask(`/headrace/requests/${encodeURIComponent(this.#id)}/cancel`, { body: {} }).catch(() => {});
+    if (this.#id) ask(`/headrace/requests/${encodeURIComponent(this.#id)}/cancel`, { body: {} }).catch(() => {});
     this.#connection.abort();
   }
 }

@@ -8,7 +8,8 @@ let turns = [];
 const inPane = (change) => keepEnd($("play-turns"), change);
 
 class Turn {
-  answer = null;
+  answer = null; // the one that is shown
+  #next = null; // the one that arrives
   #node;
 
   constructor(said) {
@@ -16,21 +17,28 @@ class Turn {
     this.#node = element("li", {}, element("div", { className: "who", text: "You" }), element("p", { className: "said", text: said }));
   }
 
-  // Begins an empty answer, which replaces that before it.
+  // Begins an empty answer. It replaces that before it as soon as there is something of it.
   begin(model) {
-    this.answer?.node.remove();
-    this.answer = new Answer(model);
-    this.#node.append(this.answer.node);
+    this.#next = new Answer(model);
+    if (!this.answer) this.#show();
     $("play-turns").append(this.#node);
     $("play-turns").scrollTop = $("play-turns").scrollHeight;
   }
 
-  add(delta) {
-    this.answer.add(delta, inPane);
+  #show() {
+    this.answer?.node.remove();
+    this.answer = this.#next;
+    this.#node.append(this.answer.node);
   }
 
-  end() {
-    inPane(() => this.answer.draw());
+  add(delta) {
+    this.#next.add(delta, inPane);
+    if (this.answer !== this.#next && !this.#next.isEmpty) inPane(() => this.#show());
+  }
+
+  // If nothing of the answer has arrived, the one before it stays.
+  end(how) {
+    if (this.answer === this.#next) inPane(() => this.answer.end(how));
   }
 }
 
@@ -52,8 +60,8 @@ export function clear() {
 }
 
 // Returns the messages of a request whose answer belongs to `turn`: all turns before it, and what the user says in it.
-// Turns without an answer are left out, since many chat templates want roles in turns. What the user says after a tool
-// call is the call's result.
+// Turns without an answer, or with one that failed, are left out, since many chat templates want roles in turns. What
+// the user says after a tool call is the call's result.
 export function messagesOf(turn) {
   const messages = [];
   let calls = [];
@@ -67,7 +75,7 @@ export function messagesOf(turn) {
     if (!answer) continue;
     say(before.said);
     messages.push(answer);
-    calls = before.answer.calls;
+    calls = answer.tool_calls ?? [];
   }
   say(turn.said);
   return messages;

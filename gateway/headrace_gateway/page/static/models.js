@@ -9,6 +9,7 @@ let loads = 0;
 let isRefused = false;
 let isAwaited = false;
 let timer = null;
+let missed = null; // the chosen model, if only the last list lacks it
 
 const percent = (model) => `${Math.floor(100 * (model.progress ?? 0))} %`;
 
@@ -16,7 +17,7 @@ const isLoading = (model) => model?.state === "loading";
 
 function draw() {
   const select = $("play-model");
-  const chosen = select.value;
+  const chosen = missed ?? select.value;
   const texts = models.map((model) => (isLoading(model) ? `${model.id} (loading, ${percent(model)})` : model.id));
   const options = [...select.options];
   if (options.length === models.length && options.every((option, at) => option.value === models[at].id)) {
@@ -25,6 +26,8 @@ function draw() {
     select.replaceChildren(...models.map((model, at) => element("option", { text: texts[at], value: model.id })));
     if (models.some((model) => model.id === chosen)) select.value = chosen;
   }
+  const isMissed = chosen && chosen !== select.value && missed === null;
+  missed = isMissed ? chosen : null;
   drawLoading();
 }
 
@@ -59,7 +62,7 @@ export async function load() {
 }
 
 function schedule() {
-  const isWorthIt = isAwaited || !models.length || models.some(isLoading);
+  const isWorthIt = isAwaited || missed !== null || !models.length || models.some(isLoading);
   if (isWorthIt && !isRefused && document.visibilityState === "visible") timer ??= setTimeout(poll, POLL_MS);
 }
 
@@ -75,6 +78,9 @@ export function setAwaited(awaited) {
 }
 
 export function start() {
-  $("play-model").addEventListener("change", drawLoading);
+  $("play-model").addEventListener("change", () => {
+    missed = null;
+    drawLoading();
+  });
   document.addEventListener("visibilitychange", schedule);
 }

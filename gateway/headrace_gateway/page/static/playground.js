@@ -176,7 +176,7 @@ async function answer(completion, turn, body) {
   } catch (error) {
     problem = error;
   }
-  turn.end();
+  turn.end({ isStopped: completion.isStopped, isFailed: Boolean(problem) });
   if (running !== completion) return; // a new conversation has begun
   running = null;
   setAwaited(false);
@@ -204,11 +204,13 @@ function startAnew() {
   $("play-user").focus();
 }
 
+// Escape stops wherever the focus is: a button loses it when it is disabled.
 function onKey(event) {
-  const isMessage = event.target === $("play-user") && !event.shiftKey;
+  if (event.isComposing || $("playground").hidden) return; // an input method takes Enter and Escape for itself
   if (event.key === "Escape") stop();
-  // an input method confirms a word with Enter
-  if (event.key !== "Enter" || event.isComposing || !(isMessage || event.ctrlKey || event.metaKey)) return;
+  const isMessage = event.target === $("play-user") && !event.shiftKey;
+  const isHere = $("playground").contains(event.target);
+  if (event.key !== "Enter" || !isHere || !(isMessage || event.ctrlKey || event.metaKey)) return;
   event.preventDefault();
   $("play-form").requestSubmit();
 }
@@ -218,7 +220,7 @@ export function start() {
     event.preventDefault();
     send();
   });
-  $("playground").addEventListener("keydown", onKey);
+  document.addEventListener("keydown", onKey);
   $("play-stop").addEventListener("click", stop);
   $("play-again").addEventListener("click", () => run(conversation.lastTurn()));
   $("play-new").addEventListener("click", startAnew);

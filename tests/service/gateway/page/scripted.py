@@ -53,6 +53,8 @@ class Script:
     allowed: int = 10**6
     is_held: bool = False
     """Whether the status of the response has to wait, as in a queue."""
+    has_id: bool = True
+    """Whether the response has the header with its id."""
     error: str | None = None
     """The error after the last token, in place of an end."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -175,7 +177,7 @@ class ScriptedGateway:
         await gateway_of(request).envelopes.put(envelope)
         while self.script.is_held:
             await asyncio.sleep(0.01)
-        headers = {"x-headrace-id": ID, "x-headrace-queued-ms": "1234"}
+        headers = {"x-headrace-queued-ms": "1234", **({"x-headrace-id": ID} if self.script.has_id else {})}
         return StreamingResponse(self.script.frames(), media_type="text/event-stream", headers=headers)
 
 

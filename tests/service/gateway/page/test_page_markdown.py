@@ -44,6 +44,7 @@ TEXT = (
     "&lt;b&gt;",
     "**open *mark `code [link](http://e.org",
 )
+HOSTILE = ("*a ", "**a _b ", "[", "![", "[a](", "~x", "_a_b", "<b>")
 RENDER = """async (texts) => {
   const { showMarkdown } = await import("/page/markdown.js");
   return texts.map((text) => {
@@ -76,7 +77,7 @@ def test_html_images_and_links_to_others_than_the_web_stay_text(
 
 def test_hostile_nesting_and_unclosed_marks_keep_their_text(render: Callable[..., list[tuple[str, str]]]) -> None:
     count = 20_000
-    runs = [mark * count for mark in ("*a ", "**a _b ", "[", "![", "[a](", "~x", "_a_b", "<b>")]
+    runs = [mark * count for mark in HOSTILE]
     runs.append(" ".join("`" * length for length in range(1, 300)))
     for source, (_, text) in zip(runs, render(*runs), strict=True):
         assert text == source.strip()
@@ -84,6 +85,29 @@ def test_hostile_nesting_and_unclosed_marks_keep_their_text(render: Callable[...
     for markup, text in render(*deep):
         assert markup.count("<ul>") == 8
         assert text.endswith("- end")
+
+
+def test_the_time_for_hostile_text_grows_with_its_length(page: Page, scripted: ScriptedGateway) -> None:
+    page.goto(scripted.url)
+    ratios = page.evaluate(
+        """async (runs) => {
+          const { showMarkdown } = await import("/page/markdown.js");
+          const took = (text) => {
+            const began = performance.now();
+            let [count, milliseconds] = [0, 0];
+            while (milliseconds < 10) { // the clock counts in tenths of a millisecond
+              showMarkdown(document.createElement("div"), text);
+              [count, milliseconds] = [count + 1, performance.now() - began];
+            }
+            return milliseconds / count;
+          };
+          const best = (text) => Math.min(took(text), took(text), took(text));
+          return runs.map((run) => [run, best(run.repeat(16000)) / best(run.repeat(500))]);
+        }""",
+        list(HOSTILE),
+    )
+    # 32 times the text takes 32 times as long, or 1000 times if the time is quadratic
+    assert [(run, ratio) for run, ratio in ratios if ratio > 200] == []
 
 
 def test_an_answer_in_parts_looks_at_its_end_as_if_it_had_come_at_once(page: Page, scripted: ScriptedGateway) -> None:

@@ -118,6 +118,11 @@ class _Servers(Generic[ClientT]):
         row = self.table.rows.get(server_of(home))
         return row is not None and row.is_lost
 
+    def lost_at(self, home: str) -> float | None:
+        """Return when a home lost its streams last, by the table as it was read last; None: it never did."""
+        row = self.table.rows.get(server_of(home))
+        return None if row is None else row.lost
+
     def _is_fresh(self) -> bool:
         return self._read_at is not None and self._clock() - self._read_at < TABLE_SECONDS
 

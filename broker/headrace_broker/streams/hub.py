@@ -112,6 +112,8 @@ class _Place:
     """The servers that are read now: only one after an entry has been found there."""
     tried: set[str] = field(default_factory=set)
     """All servers that were read."""
+    losses: dict[str, float | None] = field(default_factory=dict)
+    """By server: when it had lost its streams last, as the read began."""
     is_found: bool = False
     last_id: str | None = None
     """Where the subscriber began to read."""
@@ -197,8 +199,7 @@ class StreamHub:
         for request_id, last_id in last_ids.items():
             place = self._places.setdefault(request_id, _Place(last_id=last_id))
             if not place.homes:
-                place.homes.update(self._servers.checked_homes(request_id))
-                place.tried |= place.homes
+                self._read_at(place, {*self._servers.checked_homes(request_id)})
             for home in place.homes:
                 by_home.setdefault(home, {})[request_id] = last_id
         await self._join(by_home)
@@ -212,6 +213,11 @@ class StreamHub:
             await joins[0]
         else:
             await asyncio.gather(*joins)
+
+    def _read_at(self, place: _Place, homes: set[str]) -> None:
+        place.homes |= homes
+        place.tried |= homes
+        place.losses |= {home: self._servers.lost_at(home) for home in homes}
 
     def _hub(self, home: str) -> ServerHub:
         if home not in self._hubs:
@@ -252,8 +258,7 @@ class StreamHub:
                     continue
                 if self._subscriptions[request_id].is_paused:
                     continue
-                place.homes |= new
-                place.tried |= new
+                self._read_at(place, new)
                 for home in new:
                     by_home.setdefault(home, {})[request_id] = place.last_id
             if by_home:
@@ -268,14 +273,18 @@ class StreamHub:
     # -- for the hubs of the servers ------------------------------------------------------------------------------
 
     async def leave_if_lost(self, home: str) -> None:
-        """Read the streams of a server that has lost them at the servers that may have them now, from the beginning."""
+        """Read the streams of a server that has lost them at the servers that may have them now, from the beginning.
+
+        The server itself may be used again by now.
+        """
         if home == MAIN:  # it is never in the table
             return
         with contextlib.suppress(*REDIS_ERRORS):  # then the table that was read last is used
             await self._servers.of_table()
-        if not self._servers.is_lost(home):
-            return
-        for request_id in [request_id for request_id, place in self._places.items() if home in place.homes]:
+        is_lost, lost_at = self._servers.is_lost(home), self._servers.lost_at(home)
+        for request_id, place in list(self._places.items()):
+            if home not in place.homes or not (is_lost or place.losses.get(home) != lost_at):
+                continue
             self._hubs[home].leave([request_id])
             self._places[request_id] = _Place()
             subscription = self._subscriptions[request_id]

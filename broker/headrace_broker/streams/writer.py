@@ -394,15 +394,18 @@ class StreamWriter:
         """Delete the count of a request that has proved not to kill engines. Redis's errors pass through."""
         self._client.delete(engine_losses_key(self._prefix + request_id))
 
-    def end_unclaimed(self, request_id: str, finish_reason: str, error: ErrorInfo | None, content: str = "") -> Ending:
+    def end_unclaimed(
+        self, request_id: str, finish_reason: str, error: ErrorInfo | None, content: str = "", lease: int = 0
+    ) -> Ending:
         """End a stream that this worker did not claim, or no longer holds.
 
         `content` is the digest of the message that has ended. The stream of another message is left as it is. A key of
-        another Redis type in the stream's place is replaced.
+        another Redis type in the stream's place is replaced. `lease` is the number of the message's lease: the end
+        comes after the entries of all earlier ones, even if they are lost.
         """
         data = end_data(finish_reason, None, error)
         data |= _of_message(content)
-        args = (pack(data), self._ttl_seconds, self._ttl_seconds, content)
+        args = (pack(data), self._ttl_seconds, self._ttl_seconds, content, lease)
         name = self._prefix + request_id
         found = self._end(*args, stream=stream_key(name), ended=ended_key(name))
         if found is None:

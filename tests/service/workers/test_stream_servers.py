@@ -210,7 +210,8 @@ def test_a_server_that_comes_back_without_its_data_is_used_again_after_add(site:
     begun, later = site.ids_at("s1", 2)
     with Client(site.settings, model="tiny") as client:
         client.submit("the wheel", {**PARAMS, "max_tokens": 1900}, request_id=begun)
-        next(iter(client.stream(begun, timeout=DEADLINE)))
+        events = client.events_many([begun], timeout=DEADLINE)
+        chunk = next(event for _, event in events if isinstance(event, ChunkEvent))
         site.servers["s1"].kill()
         for file in site.servers["s1"].folder.glob("appendonlydir/*"):
             file.unlink()
@@ -220,6 +221,10 @@ def test_a_server_that_comes_back_without_its_data_is_used_again_after_add(site:
         with pytest.raises(RequestFailedError) as failed:
             client.result(begun, timeout=DEADLINE)
         assert failed.value.code == "stream_lost"
+        for reading in (events, client.events_many({begun: chunk.entry_id}, timeout=DEADLINE)):
+            *_, (_, end) = reading
+            assert isinstance(end, EndEvent) and end.error is not None
+            assert end.error.code == "stream_lost"
         client.submit("the wheel", PARAMS, request_id=later)
         assert read_all(client, [later])[later][-1].offset == 8
         assert site.clients["s1"].exists(f"headrace:stream:{later}")

@@ -238,7 +238,8 @@ class Settlement:
         request_id, delivery = celery_request.id, celery_request.delivery
         try:
             with self._homes.writing(self._home_of(celery_request)) as writer:
-                ending = writer.end_unclaimed(request_id, finish_reason, error, delivery.content)
+                lease = delivery.grant.number if delivery.grant is not None else 0
+                ending = writer.end_unclaimed(request_id, finish_reason, error, delivery.content, lease)
                 entries = [] if ending is Ending.OF_ANOTHER_MESSAGE else writer.recorded(request_id)
         except MalformedEntryError:
             entries = []

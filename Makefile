@@ -264,7 +264,7 @@ docker-tools:
 stack: $(STAMP) docker-tools ## docker-compose.yml on a real Docker daemon, each service killed, with a table of what was lost
 	@cd tests && ../$(BIN)/python -m stack
 
-stack-upgrade: $(STAMP) docker-tools ## the stack of an earlier version, upgraded to this one while requests are pending; BESIDE=... is the earlier one
+stack-upgrade: $(STAMP) docker-tools ## the stack of an earlier version, upgraded to this one and returned, with requests pending; BESIDE=... is the earlier one
 	@cd tests && ../$(BIN)/python -m stack --from $(BESIDE)
 
 systemd: $(STAMP) ## the systemd units under a booted systemd, each killed; needs root and some GB in build/systemd

@@ -5,7 +5,8 @@ Otherwise base images are made from the package registries, and a daemon runs in
 is then a stand-in, since no package registry has it. The exit status is 1 if a request was lost or a check failed, and
 0 if the stack cannot run on this machine: the last line says why.
 
-`make stack-upgrade` kills nothing: it starts the stack of an earlier commit, and upgrades it to the working tree.
+`make stack-upgrade` kills nothing: it starts the stack of an earlier commit, upgrades it to the working tree, and
+returns to the commit.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from stack.daemon import PrivateDaemon, Skipped, users_daemon
 from stack.progress import elapsed, progress
 from stack.registries import ROOT, fetch_plugins, fetch_wheels, make_bases, package_index
 from stack.service import SERVICES, Stack, StackError, show_logs
-from stack.upgrade import upgraded
+from stack.upgrade import returned, upgraded
 from stack.versions import commit, working_tree
 
 
@@ -54,7 +55,9 @@ class Report:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m stack", description=__doc__.partition("\n")[0])
     parser.add_argument("--json", metavar="FILE", help="write all measurements to FILE")
-    parser.add_argument("--from", dest="earlier", metavar="COMMIT", help="upgrade the stack of COMMIT")
+    parser.add_argument(
+        "--from", dest="earlier", metavar="COMMIT", help="upgrade the stack of COMMIT, and return to it"
+    )
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # what was started is taken down
     report = Report()
@@ -83,7 +86,7 @@ def run(scratch: Path, earlier: str | None, report: Report) -> None:
             if earlier is None:
                 kill_each(stack, rounds, report)
             else:
-                upgrade(stack, rounds, versions[-1], report)
+                upgrade_and_return(stack, rounds, versions, report)
         except StackError:
             show_logs(stack)
             raise
@@ -118,7 +121,7 @@ def built(scratch: Path, earlier: str | None, report: Report) -> Iterator[tuple[
         daemon.start("host")
         with package_index(scratch / "wheels") as index:
             make_bases(["docker", "-H", daemon.socket], scratch, index, images)
-            # the first comes last, so that its images are in use; an upgrade finds all of the other in the cache
+            # the first comes last, so that its images are in use; a later build of the others finds all in the cache
             for files in reversed(versions):
                 stack = prepared(scratch, files, docker, "host")
                 report.image_bytes = build(stack)
@@ -182,12 +185,16 @@ def kill_each(stack: Stack, rounds: Rounds, report: Report) -> None:
     ask_prometheus(stack, report)
 
 
-def upgrade(stack: Stack, rounds: Rounds, later: Path, report: Report) -> None:
+def upgrade_and_return(stack: Stack, rounds: Rounds, versions: list[Path], report: Report) -> None:
+    earlier, later = versions
     report.rounds.append(upgraded(stack, rounds, later))
     report.worker_ready_seconds["start of the later version"] = stack.seconds_until_the_worker_was_ready()
     ask_prometheus(stack, report)
     report.problems += confinement_problems(stack)
     report.rounds.append(rounds.run("nothing, with the later version"))
+    report.rounds.append(returned(stack, rounds, earlier, default_model.NAME))
+    report.worker_ready_seconds["start after the return"] = stack.seconds_until_the_worker_was_ready()
+    ask_prometheus(stack, report)
 
 
 def ask_prometheus(stack: Stack, report: Report) -> None:

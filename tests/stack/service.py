@@ -103,7 +103,7 @@ class Stack:
 
     def inspect(self, service: str) -> dict[str, Any]:
         found: list[dict[str, Any]] = json.loads(
-            self._run(["docker", "inspect", self.compose("ps", "-q", service).strip()])
+            self._run(["docker", "inspect", self.compose("ps", "--all", "-q", service).strip()])
         )
         return found[0]
 

@@ -21,10 +21,12 @@ ENDING = {"cancel_requests", "pass_deadlines", "send_poison"}
 
 @pytest.fixture
 def chosen(request: pytest.FixtureRequest) -> Sequence[Fault]:
-    """All faults, or in a short run those that its seed chooses."""
+    """All faults, or in a short run one after which requests are continued, and those that its seed chooses."""
     if not request.config.getoption("short"):
         return FAULTS
-    return random.Random(request.config.getoption("randomly_seed", 0)).sample(FAULTS, SHORT_FAULTS)
+    others = [fault for fault in FAULTS if fault is not kill_worker]
+    draw = random.Random(request.config.getoption("randomly_seed", 0))
+    return [kill_worker, *draw.sample(others, SHORT_FAULTS - 1)]
 
 
 @pytest.mark.timeout(900)

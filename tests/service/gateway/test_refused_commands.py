@@ -11,6 +11,7 @@ import redis
 import redis.asyncio
 
 import headrace_gateway
+from headrace_broker.scripts import without_unused
 from headrace_broker.server.connections import connect_async
 from headrace_broker.server.embedded import EmbeddedServer
 from headrace_broker.server.stream_servers import AsyncStreamServers
@@ -139,10 +140,11 @@ async def batch_claim(site: Site) -> Any:
 
 
 def source(name: str) -> str:
-    """Return the text of a script with its preludes."""
+    """Return the text of a script with its preludes, without the functions that it does not use."""
     kind = name.partition("_")[0]
     preludes = [FOLDER / f"{each}_prelude.lua" for each in (kind, "claims" if name == "webhooks_put" else kind)]
-    return "".join({path: path.read_text() for path in (*preludes, FOLDER / f"{name}.lua") if path.exists()}.values())
+    files = {path: path.read_text() for path in (*preludes, FOLDER / f"{name}.lua") if path.exists()}
+    return without_unused(name, "".join(files.values()))
 
 
 def commands_of(name: str) -> list[str]:

@@ -112,12 +112,13 @@ def test_the_curl_line_of_the_quickstart_works(service: Service, gateway: LocalG
     service.wait_settled()
 
 
-def test_every_snippet_of_a_client_is_marked_as_one() -> None:
+def test_every_snippet_of_a_client_is_marked_as_one_or_names_what_runs_it() -> None:
     for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         text = path.read_text(encoding="utf-8")
         for match in re.finditer(r"(?P<before>[^\n]*)\n```(python|javascript)\n(?P<code>.*?)```", text, re.DOTALL):
             if re.search(r"Client\(|Celery\(|redis://|OpenAI\(|Anthropic\(", match["code"]):
-                assert match["before"].startswith("<!-- client: "), f"{path.name}:\n{match['code']}"
+                marks = ("<!-- client: ", "<!-- file: ", "<!-- as in tests/")
+                assert match["before"].startswith(marks), f"{path.name}:\n{match['code']}"
 
 
 @pytest.mark.parametrize("number", range(len(SNIPPETS)), ids=[snippet.where for snippet in SNIPPETS])

@@ -165,7 +165,8 @@ class Harness:
 
     def _is_unread(self, reader: HttpReader) -> bool:
         """Whether a client of a gateway may have lost its stream. Before its first event it does not know its id."""
-        return self._is_lost(reader.request_id) or (reader.is_lost and bool(self._site.emptied))
+        is_lost = reader.is_lost or (reader.error or {}).get("code") == "stream_lost"
+        return self._is_lost(reader.request_id) or (is_lost and bool(self._site.emptied))
 
     def _intrude(self, handles: Sequence[AsyncResult], numbers: Sequence[int]) -> Intruder:
         """Start the intruder when a worker has seen every request. An earlier message would take the id of one.

@@ -1,5 +1,6 @@
 """The state that the endpoints of one gateway share."""
 
+import asyncio
 from dataclasses import dataclass, field
 
 import redis.asyncio
@@ -49,6 +50,8 @@ class Gateway:
     body_bytes: BodyBytes = field(init=False)
     queues: QueueView = field(init=False)
     budgets: DailyBudgets = field(init=False)
+    searching: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while all messages are searched for one request: one search at a time."""
 
     def __post_init__(self) -> None:
         self.body_bytes = BodyBytes(BODIES_AT_ONCE * self.settings.max_body_bytes)

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from headrace_broker import RegisteredModel, SubmitRequest
-from headrace_broker.keys import ended_key, stream_key
+from headrace_broker.keys import IDEMPOTENCY_SECONDS, ended_key, stream_key
 from headrace_broker.server.asking_homes import server_having
 from headrace_broker.server.connections import REDIS_ERRORS
 from headrace_gateway.admission import admitted_body, report_ignored
@@ -127,15 +127,21 @@ async def submit(
 async def _is_gone(gateway: Gateway, answer_id: str) -> bool:
     """Return whether an answer was deleted, or ended so long ago that its stream has expired.
 
-    The mark of its end expires, too, before its Idempotency-Key. Then its message is no longer in the queue.
+    The mark of its end expires, too, before its Idempotency-Key. Then its message is no longer in the queue, and
+    the mark is written again, so that further retries need no search.
     """
     if await gateway.responses.was_deleted(answer_id):
         return True
     server, name = await server_having(gateway.streams, answer_id)
-    has_mark = await server.exists(ended_key(name))  # read first: a request may begin and end between two reads
-    if await server.exists(stream_key(name)):
-        return False
-    return bool(has_mark) or await gateway.client.is_known(answer_id) is False
+    async with gateway.searching:
+        has_mark = await server.exists(ended_key(name))  # read first: a request may begin and end between two reads
+        if await server.exists(stream_key(name)):
+            return False
+        if not has_mark and await gateway.client.is_known(answer_id) is not False:
+            return False
+        if not has_mark:
+            await server.set(ended_key(name), "1", ex=IDEMPOTENCY_SECONDS)
+    return True
 
 
 async def _keep(gateway: Gateway, envelope: Envelope, call: Call) -> None:

@@ -18,7 +18,7 @@ end
 -- the stream of a request that was returned to the queue has a longer life until it is claimed
 local is_queued = not last or redis.call('EXPIRE', STREAM, begun_seconds + 1, 'GT') == 0
 local seconds = is_queued and queued_seconds or begun_seconds
-append(STREAM, math.max(attempt + 1, tonumber(least or 0)), tokens + 1, 'end', data)
+append(STREAM, math.max(attempt + 1, math.min(tonumber(least or 0), HIGHEST_COUNT - 1)), tokens + 1, 'end', data)
 redis.call('EXPIRE', STREAM, seconds)
 redis.call('SET', ENDED, '1', 'EX', seconds + ENDED_SECONDS)
 return false

@@ -6,6 +6,7 @@ registry makes clients send requests and the exporter count a queue. A loading w
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from headrace_broker.errors import MalformedEntryError
 from headrace_broker.keys import LOADING_KEY, LOADING_SECONDS
 from headrace_broker.models.registry import RegisteredModel
 from headrace_broker.packing import pack, unpack
+from headrace_wire.request import name_problems
 
 _SEEN_SECONDS = 90.0
 """How long ago another worker may have registered a model that it serves. Workers register once a minute."""
@@ -83,20 +85,20 @@ def loading_models(client: "redis.Redis") -> dict[str, LoadingModel]:
 
 def read_loading(raw: Mapping[Any, Any], now: float) -> dict[str, LoadingModel]:
     """Decode the hash. Rows that are malformed, or that a worker has not renewed in time, are left out."""
-    found: dict[str, LoadingModel] = {}
+    rows: defaultdict[str, list[tuple[float, float, str]]] = defaultdict(list)
     for field, packed in raw.items():
         try:
             row = unpack(packed)
             names, progress, since, seen = row["names"], float(row["progress"]), float(row["since"]), float(row["seen"])
         except (KeyError, TypeError, ValueError, OverflowError, MalformedEntryError):
             continue
-        times_are_valid = math.isfinite(since) and abs(now - seen) < LOADING_SECONDS
+        times_are_valid = -math.inf < since < now + LOADING_SECONDS and abs(now - seen) < LOADING_SECONDS
         if not times_are_valid or not 0 <= progress <= 1 or not isinstance(names, list):
             continue
-        worker = field.decode(errors="replace")
-        for name in map(str, names):
-            other = found.get(name, LoadingModel(name, progress, since, frozenset()))
-            found[name] = LoadingModel(
-                name, max(progress, other.progress), max(since, other.since), other.workers | {worker}
-            )
+        for name in [name for name in names if isinstance(name, str) and not name_problems("model", name)]:
+            rows[name].append((progress, since, field.decode(errors="replace")))
+    found = {}
+    for name, reports in rows.items():
+        progresses, times, workers = zip(*reports, strict=True)
+        found[name] = LoadingModel(name, max(progresses), max(times), frozenset(workers))
     return found

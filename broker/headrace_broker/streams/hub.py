@@ -283,6 +283,8 @@ class StreamHub:
             await self._servers.of_table()
         is_lost, lost_at = self._servers.is_lost(home), self._servers.lost_at(home)
         for request_id, place in list(self._places.items()):
+            if self._places.get(request_id) is not place:
+                continue  # its subscriber has left meanwhile
             if home not in place.homes or not (is_lost or place.losses.get(home) != lost_at):
                 continue
             self._hubs[home].leave([request_id])

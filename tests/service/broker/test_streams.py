@@ -166,6 +166,15 @@ def test_ending_a_stream_that_was_never_claimed_happens_once(writer: StreamWrite
     assert 0 < redis_client.ttl(stream_key("r")) <= TTL
 
 
+@pytest.mark.parametrize(("lease", "attempt"), [(7, 7), (10**15, 10**9 - 1)])
+def test_the_end_of_a_lost_stream_follows_the_entries_of_earlier_leases_and_stays(
+    writer: StreamWriter, redis_client: "redis.Redis", lease: int, attempt: int
+) -> None:
+    assert writer.end_unclaimed("r", "error", ErrorInfo("stream_lost", "x"), "c", lease) is Ending.WRITTEN
+    assert entry_ids(redis_client) == [f"{attempt}-1"]
+    assert writer.claim("r", "w", content="c").ended is not None
+
+
 def test_ending_an_unclaimed_stream_fences_its_writer(writer: StreamWriter) -> None:
     writer.claim("r", "w")
     assert writer.end_unclaimed("r", "error", ErrorInfo("dead_letter", "x")) is Ending.WRITTEN

@@ -209,11 +209,21 @@ async def test_a_repeat_after_all_of_the_answer_has_expired_is_refused(
         redis_client.delete(stream_key(request_id), ended_key(request_id), envelope_key(request_id), *acknowledged)
         if has_envelope:
             await envelopes.put(msgspec.structs.replace(envelope, created=envelope.created - 10_000))
-        again = await client.post("/v1/completions", json=body, headers=headers)
-        assert (again.status_code, again.json()["error"]["message"]) == (
-            404,
-            "the answer of this Idempotency-Key was deleted or has expired: choose a new key",
-        )
+        searches = 0
+        search = app.state.gateway.client.is_known
+
+        async def counted(name: str) -> bool | None:
+            nonlocal searches
+            searches += 1
+            return await search(name)
+
+        app.state.gateway.client.is_known = counted
+        for again in [await client.post("/v1/completions", json=body, headers=headers) for _ in range(3)]:
+            assert (again.status_code, again.json()["error"]["message"]) == (
+                404,
+                "the answer of this Idempotency-Key was deleted or has expired: choose a new key",
+            )
+        assert searches == 1
 
 
 def has_ended_or_is_missed(gateway: RunningGateway, request_id: str) -> bool:

@@ -37,6 +37,8 @@ def test_several_workers_of_a_model_are_one_entry_with_the_most_progress() -> No
         {"progress": math.nan},
         {"progress": "much"},
         {"names": "m"},
+        {"names": [1, ["m"], {}, "x" * 300]},
+        {"since": 1e300},
     ],
 )
 def test_a_report_that_is_old_or_malformed_is_left_out(wrong: dict[str, Any]) -> None:

@@ -7,8 +7,10 @@ servers with that of a single one.
 
 import argparse
 import asyncio
+import gc
 import math
 import os
+import random
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -79,7 +81,7 @@ def main() -> None:
         "--streams", type=int, default=0, help="concurrent streams; 0: as many as the workers have slots"
     )
     parser.add_argument("--step-seconds", type=float, default=0.4, help="how long a step of the engine sleeps")
-    parser.add_argument("--tokens", type=int, default=40, help="length of each answer")
+    parser.add_argument("--tokens", type=int, default=40, help="mean length of the answers: half to one and a half")
     options = parser.parse_args()
     names = [f"s{number + 1}" for number in range(options.servers)]
     many, one = run(options, names), run(options, [])
@@ -151,12 +153,14 @@ async def _load(
     before = {name: cpu_seconds(client) for name, client in clients.items()}
     async with AsyncClient(settings, model="tiny") as client, _hub(settings) as (hub, streams):
         account = Account()
+        gc.disable()  # a collection of what the account holds stops all readers for a second
         count = options.streams or options.workers * SLOTS
         readers = [asyncio.create_task(_read_on(client, hub, streams, account, options)) for _ in range(count)]
         if names:
             with StreamServers.connected(service.client, *settings.stream_servers) as sync:
                 lost = await _disturb(servers, names, StreamTableEditor(sync), account)
         await asyncio.gather(*readers)
+        gc.enable()
     cpu = {name: cpu_seconds(each) - before[name] for name, each in clients.items()}
     if names:
         cpu[names[0]] = cpu_seconds(clients[names[0]]) + lost - before[names[0]]
@@ -200,9 +204,13 @@ async def _hub(settings: BrokerSettings) -> AsyncIterator[tuple[StreamHub, Async
 async def _read_on(
     client: AsyncClient, hub: StreamHub, streams: AsyncStreamServers, account: Account, options: argparse.Namespace
 ) -> None:
-    """Send one request after another and read each to its end."""
+    """Send one request after another and read each to its end.
+
+    Their lengths differ. Otherwise all streams would end, and all requests would be sent, in the same moments.
+    """
     while account.seconds < options.seconds:
-        request_id = await client.submit("the wheel", {"max_tokens": options.tokens, "ignore_eos": True})
+        tokens = random.randint(options.tokens // 2, options.tokens * 3 // 2)
+        request_id = await client.submit("the wheel", {"max_tokens": tokens, "ignore_eos": True})
         [home, *_] = await streams.homes(request_id)
         offset, chunk_at = 0, 0.0
         async with hub.subscribe({request_id: None}) as subscription:
@@ -218,7 +226,7 @@ async def _read_on(
                         account.chunks += 1
                     elif isinstance(event, EndEvent):
                         account.ended += 1
-                        if event.error is not None or event.tokens != options.tokens:
+                        if event.error is not None or event.tokens != tokens:
                             account.problems.append(f"{request_id} ended after {event.tokens} tokens: {event.error}")
                     elif isinstance(event, Exception):
                         account.problems.append(f"{request_id}: {event}")

@@ -66,13 +66,15 @@ class ServerHub:
         """The streams that are read or paused."""
         self._has_streams: Final = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._wake_task: asyncio.Task[None] | None = None
+        self._is_wake_due = False
         self._paused: Final[set[str]] = set()
         """Streams that are not read until their subscribers have taken the waiting events."""
         self._heartbeat_task: asyncio.Task[None] | None = None
 
     async def aclose(self) -> None:
         """Stop reading."""
-        for task in filter(None, (self._task, self._heartbeat_task)):
+        for task in filter(None, (self._task, self._wake_task, self._heartbeat_task)):
             while not task.done():  # a reply that arrives together with the cancellation can swallow it
                 task.cancel()
                 await asyncio.wait({task}, timeout=RETRY_SECONDS)
@@ -86,11 +88,20 @@ class ServerHub:
         self._has_streams.set()
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="stream hub")
-        with contextlib.suppress(*CONNECTION_ERRORS):  # the reading task gets them too, and handles them
-            async with self._client.pipeline(transaction=False) as pipe:
-                pipe.xadd(self._key, {"wake": 1}, maxlen=1)
-                pipe.expire(self._key, HUB_SECONDS)
-                await pipe.execute()
+        self._is_wake_due = True
+        if self._wake_task is None or self._wake_task.done():
+            self._wake_task = asyncio.create_task(self._wake_readers(), name="stream hub wake")
+        await asyncio.shield(self._wake_task)
+
+    async def _wake_readers(self) -> None:
+        """End the running read: the next one has the new streams. Concurrent joins share a call, and a connection."""
+        while self._is_wake_due:
+            self._is_wake_due = False
+            with contextlib.suppress(*CONNECTION_ERRORS):  # the reading task gets them too, and handles them
+                async with self._client.pipeline(transaction=False) as pipe:
+                    pipe.xadd(self._key, {"wake": 1}, maxlen=1)
+                    pipe.expire(self._key, HUB_SECONDS)
+                    await pipe.execute()
 
     def leave(self, request_ids: Iterable[str]) -> None:
         """Stop reading these streams."""

@@ -101,6 +101,21 @@ async def test_each_subscriber_gets_its_whole_stream(redis_server: EmbeddedServe
         assert len(hub) == 0
 
 
+async def test_subscribers_that_come_at_once_share_the_hubs_connections(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", writer: StreamWriter
+) -> None:
+    names = [f"r{number}" for number in range(300)]
+    before = redis_client.info("stats")["total_connections_received"]
+    async with running_hub(redis_server.url) as hub, AsyncExitStack() as opened:
+        subscribing = [opened.enter_async_context(hub.subscribe({name: "0-0"})) for name in names]
+        subscriptions = await asyncio.gather(*subscribing)
+        for name in names:
+            write(writer, name, 1, 2, end=True)
+        for subscription in subscriptions:
+            assert await take_until(subscription, 2, end=True) == [1, 2]
+    assert redis_client.info("stats")["total_connections_received"] - before <= 5
+
+
 async def test_one_stream_has_several_subscribers_up_to_a_limit(
     redis_server: EmbeddedServer, writer: StreamWriter
 ) -> None:

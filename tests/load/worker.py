@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headrace_broker.streams.writer import Attempt, StreamWrite, StreamWriter, WriteOutcome
 from headrace_engine.options.config import EngineConfig
-from headrace_workers.app import create_app
+from headrace_workers.app import CELERY_OPTIONS, create_app
 from headrace_workers.settings import WorkerSettings
 from load.sleep_runner import RUNNER, TOKENIZER
 
@@ -60,8 +60,7 @@ def main() -> None:
     StreamWriter.receive = lambda *args: meter.receive(*args)  # type: ignore[method-assign]
     app = create_app(SleepingSettings.from_env())
     try:
-        options = ["--without-gossip", "--without-mingle", "--hostname", f"load-{os.getpid()}@test"]
-        app.worker_main(["worker", *options, "--loglevel", "WARNING"])
+        app.worker_main(["worker", *CELERY_OPTIONS, "--hostname", f"load-{os.getpid()}@test", "--loglevel", "WARNING"])
     finally:
         account = {"cpu_seconds": meter.cpu_seconds, "entries": meter.entries, "calls": meter.calls}
         Path(os.environ["LOAD_PUBLISH_FILE"]).write_text(json.dumps(account))

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from typing import Any
+from typing import Any, Final
 
 from celery import Celery
 from celery.signals import celeryd_after_setup, setup_logging
@@ -20,6 +20,9 @@ from headrace_workers.celery.result_backend import BACKENDS
 from headrace_workers.celery.task import TASKS
 from headrace_workers.errors import WorkerSettingsError
 from headrace_workers.settings import WorkerSettings
+
+CELERY_OPTIONS: Final = ("--without-gossip", "--without-mingle", "--heartbeat-interval", "10")
+"""Of Celery's worker: other Celery workers do not concern it, and each heartbeat of an idle worker wakes Redis."""
 
 
 def create_app(settings: WorkerSettings) -> Celery:

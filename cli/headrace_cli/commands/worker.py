@@ -39,7 +39,7 @@ def worker(drain: bool, workers: tuple[str, ...], **flags: Any) -> None:
     from celery.signals import worker_shutdown
 
     from headrace_monitoring.logging import configure_logging, takes_colours
-    from headrace_workers.app import create_app
+    from headrace_workers.app import CELERY_OPTIONS, create_app
 
     settings = WorkerSettings.from_env()
     configure_logging(settings.log_level, settings.log_json)  # Celery would do it after its first warnings
@@ -53,9 +53,7 @@ def worker(drain: bool, workers: tuple[str, ...], **flags: Any) -> None:
         exit_codes.append(sender.exitcode or 0)
 
     plain = [] if takes_colours(sys.stdout) else ["--no-color"]  # Celery's banner looks at stderr instead
-    app.worker_main(
-        [*plain, "worker", "--without-gossip", "--without-mingle", "--hostname", name, "--loglevel", "INFO"]
-    )
+    app.worker_main([*plain, "worker", *CELERY_OPTIONS, "--hostname", name, "--loglevel", "INFO"])
     sys.exit(max(exit_codes, default=1))
 
 

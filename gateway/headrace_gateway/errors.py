@@ -3,6 +3,7 @@
 HeadraceGatewayError
 ├── GatewaySettingsError     a setting, the key file or an environment variable has a value that cannot be used
 ├── ApiError                 the client receives it as an HTTP response, in OpenAI's error body
+│   └── ModelLoadingError    no worker serves the model yet, and one is loading it
 ├── UnknownParserError       no parser has this name, or the two parsers cannot be combined
 ├── ForcedChoiceError        the tools cannot be written as a grammar
 └── BatchError               a batch cannot continue
@@ -58,6 +59,18 @@ class ApiError(HeadraceGatewayError):
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's format. All four keys are always present."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+class ModelLoadingError(ApiError):
+    """No worker serves the model yet, and one is loading it.
+
+    A batch that is being created is refused with it; the lines of a running one wait, as for any missing model.
+    """
+
+    def __init__(self, name: str, progress: float) -> None:
+        message = f"the model {name[:64]!r} is loading ({progress:.0%}), and no worker has served it yet; try again"
+        retry = {"x-should-retry": "true", "retry-after": "5"}  # OpenAI's SDKs retry any status with the first of these
+        super().__init__(404, "invalid_request_error", ErrorCode.MODEL_NOT_FOUND, message, param="model", headers=retry)
 
 
 def invalid(message: str, *, code: str = ErrorCode.INVALID_REQUEST, param: str | None = None) -> ApiError:

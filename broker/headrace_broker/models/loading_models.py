@@ -9,18 +9,18 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import redis
 
 from headrace_broker.errors import MalformedEntryError
 from headrace_broker.keys import LOADING_KEY, LOADING_SECONDS
-from headrace_broker.models.registry import RegisteredModel
+from headrace_broker.models.registry import REGISTER_SECONDS, RegisteredModel
 from headrace_broker.packing import pack, unpack
 from headrace_wire.request import name_problems
 
-_SEEN_SECONDS = 90.0
-"""How long ago another worker may have registered a model that it serves. Workers register once a minute."""
+_SEEN_SECONDS: Final = 1.5 * REGISTER_SECONDS
+"""How long ago another worker may have registered a model that it serves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ An entry never expires. A model may have no worker for a while, and its queue gr
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import redis
 
@@ -14,6 +14,9 @@ from headrace_broker.errors import MalformedEntryError
 from headrace_broker.keys import MODELS_KEY
 from headrace_broker.models.template_features import TemplateFeatures
 from headrace_broker.packing import pack, unpack
+
+REGISTER_SECONDS: Final = 60.0
+"""How often a worker registers its model again."""
 
 
 @dataclass(frozen=True, slots=True)

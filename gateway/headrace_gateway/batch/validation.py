@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 from headrace_gateway.batch.answer_file import AnswerFile
 from headrace_gateway.batch.input_file import InputFile
 from headrace_gateway.batch.line import LineReader
-from headrace_gateway.errors import ApiError, BatchError, InputRefusedError, LineProblem
+from headrace_gateway.errors import ApiError, BatchError, InputRefusedError, LineProblem, ModelLoadingError
 from headrace_gateway.keys.api_key import ANYONE, ApiKey
 from headrace_gateway.keys.model_catalog import ModelCatalog
 from headrace_gateway.requests.body_process import BodyProcess
@@ -120,8 +120,7 @@ def _duplicate(number: int, custom_id: str, first: KnownLine) -> LineProblem:
 
 def _problem(number: int, error: ApiError) -> LineProblem:
     message = error.message
-    is_loading = error.headers.get("x-should-retry") == "true"
-    if error.code == ErrorCode.MODEL_NOT_FOUND and not is_loading:
+    if error.code == ErrorCode.MODEL_NOT_FOUND and not isinstance(error, ModelLoadingError):
         message = "the model in body.model does not exist: no worker has registered it"
     return LineProblem(number, error.code, message, error.param)
 

@@ -19,8 +19,6 @@ from headrace_wire.codes import ErrorCode, GatewayCode
 
 NO_RETRY: Final = {"x-should-retry": "false"}
 """OpenAI's SDKs retry a status of 500 and above; the queue has already retried these."""
-_RETRY_SOON: Final = {"x-should-retry": "true", "retry-after": "5"}
-"""They retry any status with this header."""
 
 REFUSALS: Final = (ApiError, InvalidRequestError, UnknownModelError, QueueFullError)
 """Errors of a send after which the request is not in the queue. After any other one it may be there."""
@@ -79,17 +77,6 @@ def unavailable() -> ApiError:
 def unknown_model(name: str) -> ApiError:
     message = f"the model {name[:64]!r} does not exist, or this key may not use it"
     return ApiError(404, "invalid_request_error", ErrorCode.MODEL_NOT_FOUND, message, param="model")
-
-
-def still_loading(name: str, progress: float) -> ApiError:
-    """Return the error for a model that its first worker is loading.
-
-    A batch that is being created is refused with it; the lines of a running one wait, as for any missing model.
-    """
-    message = f"the model {name[:64]!r} is loading ({progress:.0%}), and no worker has served it yet; try again"
-    return ApiError(
-        404, "invalid_request_error", ErrorCode.MODEL_NOT_FOUND, message, param="model", headers=_RETRY_SOON
-    )
 
 
 def not_found(message: str) -> ApiError:

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from headrace_broker import AsyncClient, LoadingModel, RegisteredModel
-from headrace_gateway.errors import invalid
-from headrace_gateway.http.broker_errors import still_loading, unknown_model
+from headrace_gateway.errors import ModelLoadingError, invalid
+from headrace_gateway.http.broker_errors import unknown_model
 from headrace_gateway.keys.api_key import ApiKey
 from headrace_wire.codes import ErrorCode
 from headrace_wire.pooling import wrong_task
@@ -121,7 +121,7 @@ class ModelCatalog:
             latest = await self._known.get(_MISSED_SECONDS)
             found, loading = _find(name, latest.registered), latest.loading.get(name)
         if found is None:
-            raise unknown_model(name) if loading is None else still_loading(name, loading.progress)
+            raise unknown_model(name) if loading is None else ModelLoadingError(name, loading.progress)
         model, adapter = found
         if adapter is None and task is not None and task not in model.tasks:
             raise invalid(wrong_task(name, model.tasks, task, _PATHS), code=ErrorCode.UNSUPPORTED, param="model")

@@ -12,6 +12,7 @@ from starlette.routing import Route
 from headrace_broker import GenerateRequest, RegisteredModel
 from headrace_broker.client.tokenizer_calls import TokenizerCallKind
 from headrace_broker.errors import TokenizerCallError
+from headrace_broker.models.registry import REGISTER_SECONDS
 from headrace_gateway.admission import admitted_body, report_ignored
 from headrace_gateway.chat.fields import read_chat
 from headrace_gateway.context import Gateway, gateway_of, key_of
@@ -30,8 +31,8 @@ from headrace_wire.codes import ErrorCode, GatewayCode
 from headrace_wire.request import TOKENS
 from headrace_wire.values import shown
 
-_SILENT_SECONDS: Final = 300.0
-"""Seconds. A worker registers its model every minute, so a model without a newer registration has no worker."""
+_SILENT_SECONDS: Final = 5 * REGISTER_SECONDS
+"""A model without a newer registration has no worker."""
 _PROMPT: Final = ("prompt", "messages", *CHAT_OPTIONS)
 
 

@@ -19,6 +19,7 @@ from celery.worker import state as worker_state
 from headrace_broker.client.tokenizer_calls import TokenizerCalls
 from headrace_broker.keys import queue_name
 from headrace_broker.messages import TASK_NAME, TASK_NAMES
+from headrace_broker.models.registry import REGISTER_SECONDS
 from headrace_broker.queue.unread_lists import gather_steps, lists_on_main, remedy, separated_lists
 from headrace_broker.queue.worker_leases import WorkerLeases
 from headrace_broker.server.connections import CONNECTION_ERRORS, REDIS_ERRORS, address_of, connect
@@ -50,7 +51,6 @@ from headrace_workers.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-REGISTER_SECONDS = 60.0
 LOADING_REPORT_SECONDS = 2.0
 SORT_SECONDS = 1.0
 """Seconds between two sorts by a worker without free slots. A sort moves new messages from the producers' lists to the

@@ -67,7 +67,8 @@ class ServerHub:
         self._has_streams: Final = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._wake_task: asyncio.Task[None] | None = None
-        self._is_wake_due = False
+        self._has_wake_waiting = False
+        """Whether the wake task has not begun its call yet."""
         self._paused: Final[set[str]] = set()
         """Streams that are not read until their subscribers have taken the waiting events."""
         self._heartbeat_task: asyncio.Task[None] | None = None
@@ -88,20 +89,25 @@ class ServerHub:
         self._has_streams.set()
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="stream hub")
-        self._is_wake_due = True
-        if self._wake_task is None or self._wake_task.done():
-            self._wake_task = asyncio.create_task(self._wake_readers(), name="stream hub wake")
+        if not self._has_wake_waiting:
+            self._has_wake_waiting = True
+            self._wake_task = asyncio.create_task(self._end_read(self._wake_task), name="stream hub wake")
+        assert self._wake_task is not None
         await asyncio.shield(self._wake_task)
 
-    async def _wake_readers(self) -> None:
-        """End the running read: the next one has the new streams. Concurrent joins share a call, and a connection."""
-        while self._is_wake_due:
-            self._is_wake_due = False
-            with contextlib.suppress(*CONNECTION_ERRORS):  # the reading task gets them too, and handles them
-                async with self._client.pipeline(transaction=False) as pipe:
-                    pipe.xadd(self._key, {"wake": 1}, maxlen=1)
-                    pipe.expire(self._key, HUB_SECONDS)
-                    await pipe.execute()
+    async def _end_read(self, before: asyncio.Task[None] | None) -> None:
+        """End the running read, as the next one has the new streams, after the call `before` this one.
+
+        Streams that join meanwhile share this call. With a call of its own, each would need a connection.
+        """
+        if before is not None:
+            await asyncio.wait({before})
+        self._has_wake_waiting = False
+        with contextlib.suppress(*CONNECTION_ERRORS):  # the reading task gets them too, and handles them
+            async with self._client.pipeline(transaction=False) as pipe:
+                pipe.xadd(self._key, {"wake": 1}, maxlen=1)
+                pipe.expire(self._key, HUB_SECONDS)
+                await pipe.execute()
 
     def leave(self, request_ids: Iterable[str]) -> None:
         """Stop reading these streams."""

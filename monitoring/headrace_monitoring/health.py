@@ -51,16 +51,16 @@ class WorkerHealth:
         # time of the last step, or of the first heartbeat with requests in flight; None while none is in flight
         self._progress_at: float | None = None
         self._queue_problem: str | None = None
-        self._preparation_fails = False
+        self._preparation_problem: str | None = None
         self._stream_problem: str | None = None
 
     def queue_blocked(self, problem: str | None) -> None:
         """Set the reason why Redis gives the worker no messages; None if it gives them."""
         self._queue_problem = problem
 
-    def preparation_fails(self, fails: bool) -> None:
-        """Set whether a process that prepares requests fails at its start."""
-        self._preparation_fails = fails
+    def preparation_blocked(self, problem: str | None) -> None:
+        """Set the reason why requests cannot be prepared, and the worker takes none; None if it takes them."""
+        self._preparation_problem = problem
 
     def streams_blocked(self, problem: str | None) -> None:
         """Set the reason why the worker cannot write some streams, and takes no messages; None if it can."""
@@ -100,8 +100,8 @@ class WorkerHealth:
             return f"the queue cannot be served: {self._queue_problem}"
         if self._stream_problem is not None:
             return f"streams cannot be written: {self._stream_problem}"
-        if self._preparation_fails:
-            return "requests cannot be prepared: a preparation process fails at its start; its error is in the log"
+        if self._preparation_problem is not None:
+            return f"requests cannot be prepared: {self._preparation_problem}"
         return self.not_alive()
 
     def not_alive(self) -> str | None:

@@ -81,7 +81,9 @@ def main() -> None:
         "--streams", type=int, default=0, help="concurrent streams; 0: as many as the workers have slots"
     )
     parser.add_argument("--step-seconds", type=float, default=0.4, help="how long a step of the engine sleeps")
-    parser.add_argument("--tokens", type=int, default=40, help="mean length of the answers: half to one and a half")
+    parser.add_argument(
+        "--tokens", type=int, default=40, help="mean length; each answer has half to one and a half times as many"
+    )
     options = parser.parse_args()
     names = [f"s{number + 1}" for number in range(options.servers)]
     many, one = run(options, names), run(options, [])
@@ -111,7 +113,11 @@ def run(options: argparse.Namespace, names: list[str]) -> Figures:
             with StreamServers.connected(service.client, *settings.stream_servers) as clients:
                 StreamTableEditor(clients).enable(names)
         before, began = worker_cpu_seconds(service), time.monotonic()
-        account, redis_cpu = asyncio.run(_load(service, settings, servers, names, options))
+        gc.disable()  # a collection of all that the account holds would stop the readers for a second
+        try:
+            account, redis_cpu = asyncio.run(_load(service, settings, servers, names, options))
+        finally:
+            gc.enable()
         spent = (worker_cpu_seconds(service) - before) / (time.monotonic() - began)
     return Figures(account, redis_cpu, spent)
 
@@ -153,14 +159,12 @@ async def _load(
     before = {name: cpu_seconds(client) for name, client in clients.items()}
     async with AsyncClient(settings, model="tiny") as client, _hub(settings) as (hub, streams):
         account = Account()
-        gc.disable()  # a collection of what the account holds stops all readers for a second
         count = options.streams or options.workers * SLOTS
         readers = [asyncio.create_task(_read_on(client, hub, streams, account, options)) for _ in range(count)]
         if names:
             with StreamServers.connected(service.client, *settings.stream_servers) as sync:
                 lost = await _disturb(servers, names, StreamTableEditor(sync), account)
         await asyncio.gather(*readers)
-        gc.enable()
     cpu = {name: cpu_seconds(each) - before[name] for name, each in clients.items()}
     if names:
         cpu[names[0]] = cpu_seconds(clients[names[0]]) + lost - before[names[0]]

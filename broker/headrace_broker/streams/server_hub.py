@@ -68,7 +68,7 @@ class ServerHub:
         self._task: asyncio.Task[None] | None = None
         self._wake_task: asyncio.Task[None] | None = None
         self._has_wake_waiting = False
-        """Whether the wake task has not begun its call yet."""
+        """Whether the wake task still waits to send."""
         self._paused: Final[set[str]] = set()
         """Streams that are not read until their subscribers have taken the waiting events."""
         self._heartbeat_task: asyncio.Task[None] | None = None
@@ -92,16 +92,20 @@ class ServerHub:
         if not self._has_wake_waiting:
             self._has_wake_waiting = True
             self._wake_task = asyncio.create_task(self._end_read(self._wake_task), name="stream hub wake")
-        assert self._wake_task is not None
-        await asyncio.shield(self._wake_task)
+            self._wake_task.add_done_callback(lambda task: task.cancelled() or task.exception())  # all may have left
+        task = self._wake_task
+        assert task is not None
+        await asyncio.wait({task})  # goes on for the others if this join is cancelled
+        if not task.cancelled():
+            task.result()
 
     async def _end_read(self, before: asyncio.Task[None] | None) -> None:
-        """End the running read, as the next one has the new streams, after the call `before` this one.
+        """Send a wake after the one `before` it. It ends the running read, and the next read has the new streams.
 
-        Streams that join meanwhile share this call. With a call of its own, each would need a connection.
+        Streams that join meanwhile share this wake. With one of its own, each would need a connection.
         """
         if before is not None:
-            await asyncio.wait({before})
+            await asyncio.gather(before, return_exceptions=True)  # is cancelled together with this task
         self._has_wake_waiting = False
         with contextlib.suppress(*CONNECTION_ERRORS):  # the reading task gets them too, and handles them
             async with self._client.pipeline(transaction=False) as pipe:

@@ -36,7 +36,7 @@ class InlineProcess:
 
     def __init__(self, *, on_answer: Answer, on_verdict: Verdict) -> None:
         self.is_held = False
-        self.is_failing = False
+        self.is_failing, self.is_ready = False, True
         self.submitted: dict[int, list[Any]] = {}
         self.learned: dict[str, str | None] = {}
         self.on_answer = on_answer

@@ -176,6 +176,16 @@ def test_nothing_is_taken_while_a_preparation_process_does_not_start(desk: Desk)
     assert (desk.admission.free_slots(), desk.dispatcher.stats()["state"]) == (4, "ready")
 
 
+def test_nothing_is_taken_before_the_quick_preparation_process_is_ready(desk: Desk) -> None:
+    desk.quick.is_ready = False
+    desk.dispatcher.heartbeat()
+    assert desk.admission.free_slots() == 0
+    assert "the preparation process is starting" in desk.dispatcher.stats()["state"]
+    desk.quick.is_ready = True
+    desk.dispatcher.heartbeat()
+    assert (desk.admission.free_slots(), desk.dispatcher.stats()["state"]) == (4, "ready")
+
+
 def test_one_slot_can_hold_a_slow_request() -> None:
     desk = Desk(max_num_seqs=1)
     take(desk, "r1", {"prompt": "abc", "x" * QUICK_BODY_BYTES: 1})

@@ -86,7 +86,7 @@ class Attached:
         return [self.answers[number] for number in numbers]
 
     def wait_until_ready(self) -> None:
-        while not self.process._is_ready:
+        while not self.process.is_ready:
             self.hub.run_once()
 
     @property
@@ -234,6 +234,21 @@ def test_requests_wait_for_a_process_that_dies_at_its_start(
     attached.process._start_at = 0.0
     attached.process.check()
     assert [kind for kind, _ in attached.wait(*numbers)] == ["prepared"] * 2
+    assert not attached.process.is_failing
+
+
+def test_a_process_that_hangs_at_its_start_is_killed_though_no_request_waits_for_it(
+    make_process: Callable[..., Attached], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attached = make_process()
+    hanging = attached.pid
+    os.kill(hanging, signal.SIGSTOP)
+    monkeypatch.setattr(preparer_process, "START_SECONDS", 0.0)
+    attached.process.check()
+    assert attached.process.is_failing
+    assert attached.pid != hanging
+    monkeypatch.undo()
+    attached.wait_until_ready()
     assert not attached.process.is_failing
 
 

@@ -127,9 +127,11 @@ class Preparation:
         return sum(len(message.celery_request.body) for message in self._held.values())
 
     @property
-    def is_failing(self) -> bool:
-        """Whether one of the processes does not start. Its messages wait until it does."""
-        return self._quick.is_failing or self._slow.is_failing
+    def problem(self) -> str | None:
+        """Why the worker must take no messages; None if it may. Those for the slow process may wait for its start."""
+        if self._quick.is_failing or self._slow.is_failing:
+            return "a preparation process fails at its start; its error is in the log"
+        return None if self._quick.is_ready else "the preparation process is starting"
 
     def get(self, request_id: str) -> Preparing | None:
         return self._by_id.get(request_id)

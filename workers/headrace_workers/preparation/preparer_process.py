@@ -25,6 +25,8 @@ CPU_SECONDS: Final = 10.0
 """Limit for one request's processor time. A tokenizer takes some 5 s for 4 MiB of text."""
 WAIT_SECONDS: Final = 60.0
 """Limit for one request's wall-clock time. It ends a process that hangs or gets no processor time."""
+START_SECONDS: Final = 300.0
+"""Limit for a start, in which many workers may compete for the processors."""
 TURN_SECONDS: Final = 0.01
 """Longest time for which answers are handled in one turn of the event loop."""
 _RESTART_SECONDS: Final = 1.0
@@ -63,7 +65,7 @@ class PreparerProcess:
         self._hub: Any = None
         self._settings: bytes | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_ready = False
+        self.is_ready = False
         """The process has read its settings and can prepare requests."""
         self.is_failing = False
         """The last process ended before it could prepare requests, or did not start."""
@@ -75,7 +77,7 @@ class PreparerProcess:
         self._submitted: dict[int, bytes] = {}
         """Packed requests by number. The process works on the first one."""
         self._since = time.monotonic()
-        """Monotonic time at which the process began the first request."""
+        """Monotonic time at which the process began its start, or the first request."""
         self._deaths = 0
         """Deaths of processes that worked on the first request."""
         self._start_at = 0.0
@@ -97,7 +99,7 @@ class PreparerProcess:
                 fcntl.fcntl(pipe.fileno(), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         fd = process.stdout.fileno()
         self._process, self._reader = process, FrameReader(lambda size: os.read(fd, size))
-        self._is_ready = False
+        self.is_ready = False
         self._unsent.clear()
         self._since = time.monotonic()
         for data in (self._settings, *self._submitted.values()):
@@ -112,6 +114,7 @@ class PreparerProcess:
 
     def configure(self, settings: dict[str, Any]) -> None:
         self._settings = packed({**settings, "cpu_seconds": self._cpu_seconds})
+        self._since = time.monotonic()
         self._send(self._settings)
 
     def submit(self, number: int, values: list[Any]) -> None:
@@ -123,19 +126,24 @@ class PreparerProcess:
     def learn(self, grammar: str, problem: str | None) -> None:
         self._send(packed([0, grammar, problem]))
 
+    @property
+    def _is_busy(self) -> bool:
+        """Whether the process works on its start, for which it needs settings, or on a request."""
+        return bool(self._submitted) or (self._settings is not None and not self.is_ready)
+
     def check(self) -> None:
         """Restart a process that died or hangs. Call it about once a second."""
         self._ended = [process for process in self._ended if process.poll() is None]
         if self._process is None:
             if time.monotonic() >= self._start_at:
                 self._start_again()
-        elif self._submitted and time.monotonic() - self._since > WAIT_SECONDS:
+        elif self._is_busy and time.monotonic() - self._since > (WAIT_SECONDS if self.is_ready else START_SECONDS):
             self._end_process()
-            if self._is_ready:
+            if self.is_ready:
                 self._refuse_first(f"its preparation was not complete after {WAIT_SECONDS:g} s")
             else:
                 self.is_failing = True
-                logger.error("the preparation process was not ready after %g s", WAIT_SECONDS)
+                logger.error("the preparation process was not ready after %g s", START_SECONDS)
             self._start_again()
 
     def close(self) -> None:
@@ -203,7 +211,7 @@ class PreparerProcess:
             return
         self._since = time.monotonic()
         if number == 0:
-            self._is_ready, self.is_failing = True, False
+            self.is_ready, self.is_failing = True, False
             return
         self._deaths = 0
         if self._submitted.pop(number, None) is not None:
@@ -213,10 +221,11 @@ class PreparerProcess:
         process = self._process
         assert process is not None
         self._end_process()
-        if not self._submitted or not self._is_ready:
-            self.is_failing = not self._is_ready
-            when = "" if self._is_ready else " before it could prepare requests"
+        if not self._submitted or not self.is_ready:
+            self.is_failing = not self.is_ready
+            when = "" if self.is_ready else " before it could prepare requests"
             logger.error("the preparation process ended with status %s%s", process.returncode, when)
+            self.is_ready = False
             self._start_at = time.monotonic() + _RESTART_SECONDS
             return
         self._deaths += 1

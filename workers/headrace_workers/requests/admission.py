@@ -150,8 +150,8 @@ class Admission:
         if not (self._state.takes_messages and self._engine.supervisor.is_ready):
             return True
         isolation = self._in_flight.isolation
-        is_blocked = self.settlement.redis_refuses or self.preparation.is_failing or isolation.blocks_new_requests
-        return is_blocked or self._homes.problem is not None
+        problem = self.preparation.problem or self._homes.problem
+        return problem is not None or self.settlement.redis_refuses or isolation.blocks_new_requests
 
     def away_homes(self) -> set[str]:
         """See `StreamHomes.away`."""

@@ -204,7 +204,7 @@ class Dispatcher:
         self._health.streams_blocked(self.homes.problem)
         self._metrics.loop_lag(self.loop_watch.longest_turn())
         self._health.heartbeat(len(self._in_flight))
-        self._health.preparation_fails(self._preparation.is_failing)
+        self._health.preparation_blocked(self._preparation.problem)
         slots = self._model.max_num_seqs
         self._metrics.slots(min(self._in_flight.slots_used, slots), slots)
         self._in_flight.heartbeat()

@@ -95,7 +95,7 @@ class ServerHub:
             self._wake_task.add_done_callback(lambda task: task.cancelled() or task.exception())  # all may have left
         task = self._wake_task
         assert task is not None
-        await asyncio.wait({task})  # goes on for the others if this join is cancelled
+        await asyncio.wait({task})  # continues for the others if this join is cancelled
         if not task.cancelled():
             task.result()
 

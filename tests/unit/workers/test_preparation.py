@@ -164,24 +164,24 @@ def test_slow_requests_leave_room_for_others() -> None:
     assert desk.value("headrace_queue_returned_messages_total", reason="not_ready") == 4
 
 
-def test_nothing_is_taken_while_a_preparation_process_does_not_start(desk: Desk) -> None:
+@pytest.mark.parametrize(
+    ("process", "change", "reason"),
+    [
+        ("slow", {"is_failing": True}, "a preparation process fails at its start"),
+        ("quick", {"is_ready": False}, "the preparation process is starting"),
+    ],
+)
+def test_nothing_is_taken_until_the_preparation_processes_have_started(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, process: str, change: dict[str, bool], reason: str
+) -> None:
     desk.dispatcher.heartbeat()
     assert (desk.admission.free_slots(), desk.dispatcher.stats()["state"]) == (4, "ready")
-    desk.slow.is_failing = True
+    for name, value in change.items():
+        monkeypatch.setattr(getattr(desk, process), name, value)
     desk.dispatcher.heartbeat()
     assert desk.admission.free_slots() == 0
-    assert "requests cannot be prepared" in desk.dispatcher.stats()["state"]
-    desk.slow.is_failing = False
-    desk.dispatcher.heartbeat()
-    assert (desk.admission.free_slots(), desk.dispatcher.stats()["state"]) == (4, "ready")
-
-
-def test_nothing_is_taken_before_the_quick_preparation_process_is_ready(desk: Desk) -> None:
-    desk.quick.is_ready = False
-    desk.dispatcher.heartbeat()
-    assert desk.admission.free_slots() == 0
-    assert "the preparation process is starting" in desk.dispatcher.stats()["state"]
-    desk.quick.is_ready = True
+    assert f"requests cannot be prepared: {reason}" in desk.dispatcher.stats()["state"]
+    monkeypatch.undo()
     desk.dispatcher.heartbeat()
     assert (desk.admission.free_slots(), desk.dispatcher.stats()["state"]) == (4, "ready")
 

@@ -5,6 +5,7 @@ Nothing here blocks. Bytes that the pipe does not take are written later, and an
 
 import fcntl
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ CPU_SECONDS: Final = 10.0
 WAIT_SECONDS: Final = 60.0
 """Limit for one request's wall-clock time. It ends a process that hangs or gets no processor time."""
 START_SECONDS: Final = 300.0
-"""Limit for a start, in which many workers may compete for the processors."""
+"""Limit for a start for which no request waits: many workers may start at once and compete for the processors."""
 TURN_SECONDS: Final = 0.01
 """Longest time for which answers are handled in one turn of the event loop."""
 _RESTART_SECONDS: Final = 1.0
@@ -127,9 +128,11 @@ class PreparerProcess:
         self._send(packed([0, grammar, problem]))
 
     @property
-    def _is_busy(self) -> bool:
-        """Whether the process works on its start, for which it needs settings, or on a request."""
-        return bool(self._submitted) or (self._settings is not None and not self.is_ready)
+    def _limit(self) -> float:
+        """The seconds that the process may take for what it does now. It starts only when it has settings."""
+        if self._submitted:
+            return WAIT_SECONDS
+        return START_SECONDS if self._settings is not None and not self.is_ready else math.inf
 
     def check(self) -> None:
         """Restart a process that died or hangs. Call it about once a second."""
@@ -137,13 +140,13 @@ class PreparerProcess:
         if self._process is None:
             if time.monotonic() >= self._start_at:
                 self._start_again()
-        elif self._is_busy and time.monotonic() - self._since > (WAIT_SECONDS if self.is_ready else START_SECONDS):
+        elif time.monotonic() - self._since > self._limit:
             self._end_process()
             if self.is_ready:
                 self._refuse_first(f"its preparation was not complete after {WAIT_SECONDS:g} s")
             else:
                 self.is_failing = True
-                logger.error("the preparation process was not ready after %g s", START_SECONDS)
+                logger.error("the preparation process was not ready in time")
             self._start_again()
 
     def close(self) -> None:

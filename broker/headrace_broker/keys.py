@@ -32,6 +32,9 @@ REAPER_SECONDS: Final = 0.4
 """How often the reaper of a queue and its deputy renew their rights."""
 REAPER_MILLISECONDS: Final = 600
 """How long a worker that has died stays the reaper of its queues. With `REAPER_SECONDS` it is a second at most."""
+RESTING_REAPER_SECONDS: Final = 0.8
+"""The same as `REAPER_SECONDS` while no message is sorted or leased, so that no lease can expire soon."""
+RESTING_REAPER_MILLISECONDS: Final = 1000
 ELECTION_SECONDS: Final = 2.0
 """How often the other workers try to become the reaper or the deputy of a queue."""
 HOLDERS_SECONDS: Final = 3600
@@ -57,6 +60,7 @@ KEYS: Final = KeySchema(
         "SENT_SECONDS": str(SENT_SECONDS),
         "CONTENT_DIGITS": str(CONTENT_DIGITS),
         "REAPER_MILLISECONDS": str(REAPER_MILLISECONDS),
+        "RESTING_REAPER_MILLISECONDS": str(RESTING_REAPER_MILLISECONDS),
         "HOLDERS_SECONDS": str(HOLDERS_SECONDS),
         "HOLDERS_KEPT": str(HOLDERS_KEPT),
         "CREDIT_MILLISECONDS": str(CREDIT_MILLISECONDS),
@@ -169,13 +173,13 @@ def dead_letters_key(queue: str) -> str:
     return f"headrace:dead:{queue}"
 
 
-@KEYS.built("string", _WORKER, f"{REAPER_MILLISECONDS} ms")
+@KEYS.built("string", _WORKER, f"at most {RESTING_REAPER_MILLISECONDS} ms")
 def reaper_key(queue: str) -> str:
     """The owner of leases that returns expired leases of this queue. Each of its renewals sets the lifetime again."""
     return f"headrace:queue:reaper:{queue}"
 
 
-@KEYS.built("string", _WORKER, f"{REAPER_MILLISECONDS} ms")
+@KEYS.built("string", _WORKER, f"at most {RESTING_REAPER_MILLISECONDS} ms")
 def deputy_key(queue: str) -> str:
     """The owner of leases that becomes the reaper of this queue if the reaper dies. It renews this key as often."""
     return f"headrace:queue:deputy:{queue}"

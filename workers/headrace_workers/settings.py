@@ -133,7 +133,7 @@ class WorkerSettings(EngineOptions):
     fetch_quantum: int = option(
         4,
         "How many choices are taken from the queue before the engine begins a step with them. A low number divides a "
-        "burst among all workers; a single worker that serves short prompts may be faster with its number of slots.",
+        "burst among all workers. A worker that is the only one of its queues takes four times as many.",
         metavar="N",
         least=1,
     )

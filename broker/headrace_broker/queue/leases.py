@@ -19,14 +19,14 @@ from typing import Any, Final
 
 import redis
 
-from headrace_broker.keys import ELECTION_SECONDS, queue_lists, queue_of
+from headrace_broker.keys import queue_lists, queue_of
 from headrace_broker.queue.dead_letters import DeadLetter
-from headrace_broker.queue.earlier_version import move_queue
 from headrace_broker.queue.fair_share import FairShare
 from headrace_broker.queue.final_writes import FinalWrites
 from headrace_broker.queue.free_slots import FreeSlots
 from headrace_broker.queue.leased_message import LeasedMessage, id_of, leased_message
 from headrace_broker.queue.message_ending import MessageEnding
+from headrace_broker.queue.reaper import Reaper
 from headrace_broker.scripts import script
 from headrace_broker.server.connections import CONNECTION_ERRORS, REDIS_ERRORS, address_of, is_fault_of_server
 from headrace_broker.streams.grant import Grant
@@ -35,7 +35,6 @@ from headrace_wire.codes import DeadLetterReason
 
 logger = logging.getLogger(__name__)
 
-_REAPED_AT_ONCE: Final = 500
 _PURGED_AT_ONCE: Final = 500
 _REFUSED_AT_ONCE: Final = 100
 """One fetch returns at most about this many messages over a quota, as the worker has to refuse each of them."""
@@ -49,10 +48,6 @@ _SORT_ONLY_ROUNDS: Final = 3
 """The same for `Leases.sort`, which fetches nothing."""
 
 
-_ELECT: Final = script("lease_elect")
-_REAPER: Final = 2
-_NO_ROLE: Final = 0
-_MOVING_SECONDS: Final = 0.1
 _NO_ENDING: Final = MessageEnding()
 
 _PRELUDES: Final = ("key_checks", "tenant_prelude", "lease_prelude", "ready_prelude")
@@ -119,10 +114,6 @@ class Leases:
         self.token_seconds: Callable[[], float | None] = lambda: None
         self.away_homes: Callable[[], Collection[str]] = tuple
         """Returns the stream servers that this worker cannot write to. It leaves their messages in the queue."""
-        self._served: Final[dict[str, float]] = {}
-        """By queue that this process serves: when it next tries to become the reaper or the deputy."""
-        self.reaped: Final[set[str]] = set()
-        """The queues of which this process returns the messages of expired leases, as the only one."""
         self._queues: Final[dict[str, str]] = {}
         """By lease id of each message that was fetched and is not settled: its queue."""
         self._held: Final[dict[str, Any]] = {}
@@ -133,8 +124,6 @@ class Leases:
         self.slots: Final = FreeSlots(client, self.owner, has_grace=self._fair_share.has_grace, clock=clock)
         self._renewed_at = clock()
         self._reap_from = clock()
-        self._move_from: Final[dict[str, float]] = {}
-        """By queue: when to look again for messages of an earlier version."""
         self._refused = False
         """A command failed, and Redis has accepted no write since."""
         self.away_seconds = 0.0
@@ -142,7 +131,7 @@ class Leases:
         self._away_until = -math.inf
         self._away_because = ""
         self._run: Final = {name: each.bound(client) for name, each in SCRIPTS.items()}
-        self._elect: Final = _ELECT.bound(client)
+        self._reaper: Final = Reaper(client, self._run["reap"], self.owner, lambda why: self.on_refused(why), clock)
 
     def __len__(self) -> int:
         """Return how many messages are held."""
@@ -150,7 +139,17 @@ class Leases:
 
     def serve(self, queue: str) -> None:
         """Be a candidate for the reaper of this queue from now on, see `reap`."""
-        self._served[queue] = self._clock()
+        self._reaper.serve(queue)
+
+    @property
+    def reaped(self) -> set[str]:
+        """The queues of which this process was the reaper when it last tried."""
+        return self._reaper.reaped
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other process served these queues a second ago."""
+        return self._reaper.is_alone
 
     @property
     def away(self) -> str | None:
@@ -159,7 +158,7 @@ class Leases:
 
     def failed(self, error: Exception) -> str:
         """Leave the server alone for `away_seconds` if it could not be reached. Return the error with its address."""
-        described = f"{', '.join(self._served)} on {address_of(self.client)}: {error}"
+        described = f"{', '.join(self._reaper.served)} on {address_of(self.client)}: {error}"
         if self.away_seconds and isinstance(error, CONNECTION_ERRORS):
             self._away_until, self._away_because = self._clock() + self.away_seconds, described
         return described
@@ -450,8 +449,9 @@ class Leases:
 
         Without arguments it does so for the queues of `serve`. One worker is the reaper of a queue, and the calls of
         the others do nothing. If the reaper does not call this for `keys.REAPER_MILLISECONDS`, its deputy is the
-        reaper. Both renew their rights by each call. The others look only once in `keys.ELECTION_SECONDS` whether one
-        of the two is missing. With arguments it does so for these queues in any case.
+        reaper. Both renew their rights by each call, or by every second one while the queue keeps no message. The
+        others look only once in `keys.ELECTION_SECONDS` whether one of the two is missing. With arguments it does so
+        for these queues in any case.
 
         One call returns 500 messages of a queue at most. It also checks a few stored messages, and returns those that
         are neither leased nor waiting. If messages wait in the queue, it wakes a worker, because the one that they woke
@@ -461,12 +461,14 @@ class Leases:
             if self._refused:
                 self._renew_held(queues)  # the outage is over only when Redis accepts this
                 self.pause_reaping()
-            self.reaped.clear()
             if self._clock() < self._reap_from:  # another worker may be able to reap
-                self._for_each(queues or self._served, lambda queue: self.wake(queue_lists(queue)))
+                self._reaper.forget_roles()
+                self._for_each(queues or self._reaper.served, lambda queue: self.wake(queue_lists(queue)))
                 return 0
+            self._renew_if_late()
+            reap = self._reaper.reap_without_role if queues else self._reaper.reap
             reaped: list[int] = []
-            self._for_each(queues or self._served, lambda queue: reaped.append(self._reap(queue, is_due=bool(queues))))
+            self._for_each(queues or self._reaper.served, lambda queue: reaped.append(reap(queue)))
             return sum(reaped)
         except REDIS_ERRORS as error:
             self._refused = True
@@ -488,45 +490,6 @@ class Leases:
                 self.on_refused(str(error))
         if fault is not None:
             raise fault
-
-    def _reap(self, queue: str, *, is_due: bool) -> int:
-        """Reap if this process is the reaper of the queue, or `is_due`."""
-        if not is_due and not self._is_elected(queue):
-            return 0
-        self.reaped.add(queue)
-        self._renew_if_late()
-        self._move_older(queue)
-        reaped, problem, orphans = self._run["reap"](_REAPED_AT_ONCE, queue=queue, list=queue_lists(queue))
-        if reaped:
-            logger.warning("returned %d message(s) of expired leases to queue %s", reaped, queue)
-        if orphans:
-            logger.warning("returned %d message(s) to queue %s that were neither leased nor waiting", orphans, queue)
-        if problem:
-            problem = problem.decode(errors="replace")
-            logger.warning("messages of expired leases not returned to queue %s: %s", queue, problem)
-            self.on_refused(problem)
-        return int(reaped)
-
-    def _move_older(self, queue: str) -> None:
-        """Move messages that workers of an earlier version have sorted, for some milliseconds."""
-        until = time.monotonic() + _MOVING_SECONDS
-        try:
-            while self._clock() >= self._move_from.get(queue, -math.inf) and time.monotonic() < until:
-                if not move_queue(self.client, queue):
-                    self._move_from[queue] = self._clock() + ELECTION_SECONDS
-        except redis.ResponseError as error:
-            logger.warning("messages of an earlier version not moved to queue %s: %s", queue, error)
-            self._move_from[queue] = self._clock() + ELECTION_SECONDS
-            self.on_refused(str(error))
-
-    def _is_elected(self, queue: str) -> bool:
-        """Return whether this process is the reaper of the queue."""
-        if self._clock() < self._served[queue]:
-            return False
-        role = self._elect(self.owner, queue=queue)
-        if role == _NO_ROLE:
-            self._served[queue] = self._clock() + ELECTION_SECONDS
-        return bool(role == _REAPER)
 
     def pause_reaping(self) -> None:
         """Reap nothing for the time of a lease: after an outage, the other workers need time to renew theirs."""
@@ -578,7 +541,7 @@ class Leases:
             else:
                 self._drop_lost(lease_id)
         # the script writes even if there is nothing to renew
-        renewed = dict.fromkeys([*held, *((queues or self._served) if self._refused else ())])
+        renewed = dict.fromkeys([*held, *((queues or self._reaper.served) if self._refused else ())])
         self._for_each(renewed, lambda queue: self._renew(queue, held.get(queue, ())))
         self._renewed_at = self._clock()
 

@@ -93,6 +93,10 @@ class WorkerLeases:
     def reaped(self) -> set[str]:
         return set[str]().union(*(leases.reaped for leases in self.all))
 
+    def is_alone(self) -> bool:
+        """Return whether no other worker served this worker's queues a second ago."""
+        return all(leases.is_alone for leases in self.all)
+
     def fetch_in_rounds(
         self,
         queues: Sequence[str],

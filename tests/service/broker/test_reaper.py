@@ -6,7 +6,16 @@ from collections.abc import Callable, Iterator
 import pytest
 import redis
 
-from headrace_broker.keys import ELECTION_SECONDS, arrived_key, deputy_key, reaper_key
+from headrace_broker.keys import (
+    ELECTION_SECONDS,
+    REAPER_MILLISECONDS,
+    REAPER_SECONDS,
+    RESTING_REAPER_MILLISECONDS,
+    RESTING_REAPER_SECONDS,
+    arrived_key,
+    deputy_key,
+    reaper_key,
+)
 from headrace_broker.queue import blocking_wait
 from headrace_broker.queue.blocking_wait import wait_command
 from headrace_broker.queue.leases import Leases
@@ -38,10 +47,15 @@ def expire(redis_client: "redis.Redis") -> Callable[[], None]:
     return expire
 
 
-def test_one_worker_of_a_queue_reaps(make_worker: Callable[..., Leases], expire: Callable[[], None]) -> None:
-    reaper, other = make_worker(), make_worker()
+def test_one_worker_of_a_queue_reaps(
+    make_worker: Callable[..., Leases], expire: Callable[[], None], redis_client: "redis.Redis"
+) -> None:
+    now = 0.0
+    reaper, other = make_worker(clock=lambda: now), make_worker(clock=lambda: now)
     assert reaper.reap() == other.reap() == 0
+    redis_client.persist(reaper_key(QUEUE))  # this process may be slow
     expire()
+    now += ELECTION_SECONDS
     assert other.reap() == 0
     assert reaper.reap() == 1
 
@@ -61,32 +75,85 @@ def test_another_worker_reaps_when_the_reaper_has_died(
 def test_the_deputy_reaps_when_the_reaper_has_died(
     make_worker: Callable[..., Leases], expire: Callable[[], None], redis_client: "redis.Redis"
 ) -> None:
-    reaper, deputy = make_worker(), make_worker()
+    now = 0.0
+    reaper, deputy = make_worker(clock=lambda: now), make_worker(clock=lambda: now)
     assert reaper.reap() == deputy.reap() == 0
     assert redis_client.get(deputy_key(QUEUE)) == deputy.owner.encode()
     redis_client.delete(reaper_key(QUEUE))
     expire()
+    now += RESTING_REAPER_SECONDS
     assert deputy.reap() == 1
 
 
-def test_beside_the_reaper_and_its_deputy_a_worker_seldom_asks_redis(
-    make_worker: Callable[..., Leases], redis_client: "redis.Redis"
-) -> None:
-    def asked(worker: Leases) -> bool:
+@pytest.fixture
+def asked(redis_client: "redis.Redis") -> Callable[[Leases], bool]:
+    """Return a function that lets a worker reap, and returns whether it ran a script."""
+
+    def reap(worker: Leases) -> bool:
         redis_client.config_resetstat()
         worker.reap()
         return bool(redis_client.info("commandstats").keys() & {"cmdstat_evalsha", "cmdstat_eval"})
 
+    return reap
+
+
+def test_beside_the_reaper_and_its_deputy_a_worker_seldom_asks_redis(
+    make_worker: Callable[..., Leases], asked: Callable[[Leases], bool], redis_client: "redis.Redis"
+) -> None:
     now = 0.0
-    reaper, other = make_worker(clock=lambda: now), make_worker(clock=lambda: now)
-    assert asked(reaper)
-    assert asked(reaper)
+    other = make_worker(clock=lambda: now)
     for key in (reaper_key(QUEUE), deputy_key(QUEUE)):
         redis_client.set(key, "another")
     assert asked(other)
     assert not asked(other)
     now += ELECTION_SECONDS
     assert asked(other)
+
+
+def test_the_reaper_and_its_deputy_ask_half_as_often_while_there_is_no_message(
+    make_worker: Callable[..., Leases],
+    asked: Callable[[Leases], bool],
+    expire: Callable[[], None],
+    redis_client: "redis.Redis",
+) -> None:
+    def milliseconds() -> int:
+        seconds, microseconds = redis_client.time()
+        return seconds * 1000 + microseconds // 1000
+
+    now, began = 0.0, milliseconds()
+    reaper, deputy = make_worker(clock=lambda: now), make_worker(clock=lambda: now)
+    for worker, key in ((reaper, reaper_key(QUEUE)), (deputy, deputy_key(QUEUE))):
+        assert asked(worker)
+        assert redis_client.pexpiretime(key) >= began + RESTING_REAPER_MILLISECONDS
+    now += REAPER_SECONDS
+    assert not asked(reaper)
+    assert not asked(deputy)
+    expire()
+    now += REAPER_SECONDS
+    assert reaper.reap() == 1
+    now += REAPER_SECONDS
+    assert asked(reaper)
+    assert redis_client.pexpiretime(reaper_key(QUEUE)) <= milliseconds() + REAPER_MILLISECONDS
+
+
+def test_a_worker_knows_whether_it_is_the_only_one_of_its_queues(
+    make_worker: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    now = 0.0
+    first, second = make_worker(clock=lambda: now), make_worker(clock=lambda: now)
+    assert not first.is_alone
+    first.reap()
+    assert first.is_alone
+    second.reap()
+    redis_client.persist(deputy_key(QUEUE))  # this process may be slow
+    now += RESTING_REAPER_SECONDS
+    first.reap()
+    assert not first.is_alone
+    assert not second.is_alone
+    redis_client.delete(deputy_key(QUEUE))
+    now += RESTING_REAPER_SECONDS
+    first.reap()
+    assert first.is_alone
 
 
 def test_a_worker_that_may_not_reap_leaves_it_to_another(

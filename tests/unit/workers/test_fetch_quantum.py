@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from headrace_workers.requests.fetch_quantum import QUANTA_ALONE
 from unit.workers.desk import Desk
 from unit.workers.fakes import CAPABILITIES, MODEL, FakeCeleryRequest
 
@@ -69,3 +70,8 @@ def test_the_next_engine_begins_with_all_requests(desk: Desk) -> None:
     assert desk.admission.free_slots() == QUANTUM - 2
     desk.generate(13, 13, 13)
     assert desk.admission.free_slots() == QUANTUM
+
+
+def test_a_worker_that_is_alone_takes_more(desk: Desk) -> None:
+    desk.admission.is_alone = lambda: True
+    assert desk.admission.free_slots() == QUANTUM * QUANTA_ALONE

@@ -193,6 +193,7 @@ class EngineStep(bootsteps.StartStopStep):
         channel = consumer.task_consumer.channel
         channel.serve(self.dispatcher.admission)
         self._channel, self._leases = channel, channel.leases
+        self.dispatcher.admission.is_alone = channel.leases.is_alone
         self._gauges.leases = channel.leases
         for lease_id, message in self._leases.held().items():
             # When Celery loses its connection, it forgets the messages that have not started.

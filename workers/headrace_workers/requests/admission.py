@@ -35,7 +35,7 @@ from headrace_workers.preparation.pooling_intake import PreparedInputs
 from headrace_workers.preparation.preparation import POSTPONE_SECONDS, Preparation, PreparationError, Preparing
 from headrace_workers.preparation.preparer_process import MakeProcess
 from headrace_workers.requests.engine_watch import EngineWatch
-from headrace_workers.requests.fetch_quantum import choices_to_fetch
+from headrace_workers.requests.fetch_quantum import QUANTA_ALONE, choices_to_fetch
 from headrace_workers.requests.job import Job
 from headrace_workers.requests.preemption import Preemption
 from headrace_workers.requests.service_state import ServedModel, ServiceState
@@ -79,6 +79,8 @@ class Admission:
         self._metrics = metrics
         self._tracing = tracing
         self._preemption = preemption
+        self.is_alone: Callable[[], bool] = lambda: False
+        """Returns whether no other worker serves these queues."""
         self._claims = StreamClaims(homes, settlement, metrics, tracing, worker_name)
         self.preparation = Preparation(
             make_process,
@@ -106,12 +108,13 @@ class Admission:
 
         One fetch takes at most `fetch_quantum` choices, less those that wait for the engine's next step. So a burst
         reaches all idle workers: each takes a few messages, and the next ones when its engine begins a step. A worker
-        of a pooling model may take the messages of one step, which are many if they are short.
+        that is alone takes more, as smaller batches are slower. A worker of a pooling model may take the messages of
+        one step, which are many if they are short.
         """
         # Called many times a second, so the cheap checks come first.
         if self._engine.num_waiting:
             return 0
-        quantum = self._model.fetch_quantum
+        quantum = self._model.fetch_quantum * (QUANTA_ALONE if self.is_alone() else 1)
         if self._credit is not None:
             quantum = max(quantum, self._credit.step_messages)
         room = choices_to_fetch(

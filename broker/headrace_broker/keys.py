@@ -33,8 +33,9 @@ REAPER_SECONDS: Final = 0.4
 REAPER_MILLISECONDS: Final = 600
 """How long a worker that has died stays the reaper of its queues. With `REAPER_SECONDS` it is a second at most."""
 RESTING_REAPER_SECONDS: Final = 0.8
-"""The same as `REAPER_SECONDS` while no message is sorted or leased, so that no lease can expire soon."""
-RESTING_REAPER_MILLISECONDS: Final = 1000
+"""The same as `REAPER_SECONDS` while the queue has no message, so that no lease can expire soon."""
+RESTING_REAPER_MILLISECONDS: Final = 1200
+"""The same as `REAPER_MILLISECONDS` while the queue has no message."""
 ELECTION_SECONDS: Final = 2.0
 """How often the other workers try to become the reaper or the deputy of a queue."""
 HOLDERS_SECONDS: Final = 3600

@@ -1,7 +1,7 @@
 -- Makes the owner the reaper of a queue if it has none, or else its deputy, and keeps it what it is.
 -- KEYS: QUEUE, LIST[]
--- ARGV: owner
--- LIST: the lists of the queue. Result: {3 for a reaper without a deputy, 2 for one with a deputy, 1 for the deputy, else
+-- ARGV: owner, is_paused
+-- LIST: the lists of the queue. is_paused: '1' if the owner must not be the reaper, else ''. Result: {3 for a reaper without a deputy, 2 for one with a deputy, 1 for the deputy, else
 -- 0; 1 if the queue has no message, else 0}. A key of another type makes each caller a reaper or a deputy.
 --
 -- Idle workers call it, so it has no preludes: with those of the reaper's script it took Redis twice as long.
@@ -19,5 +19,5 @@ local function take(role)
   return true
 end
 
-local role = take(REAPER) and (redis.call('EXISTS', DEPUTY) == 1 and 2 or 3) or take(DEPUTY) and 1 or 0
+local role = is_paused == '' and take(REAPER) and (redis.call('EXISTS', DEPUTY) == 1 and 2 or 3) or take(DEPUTY) and 1 or 0
 return {role, is_empty and 1 or 0}

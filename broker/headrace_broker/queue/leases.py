@@ -148,7 +148,7 @@ class Leases:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other process served these queues a second ago."""
+        """Whether no other process has served these queues for some seconds."""
         return self._reaper.is_alone
 
     @property
@@ -449,9 +449,9 @@ class Leases:
 
         Without arguments it does so for the queues of `serve`. One worker is the reaper of a queue, and the calls of
         the others do nothing. If the reaper does not call this for `keys.REAPER_MILLISECONDS`, its deputy is the
-        reaper. Both renew their rights by each call, or by every second one while the queue keeps no message. The
-        others look only once in `keys.ELECTION_SECONDS` whether one of the two is missing. With arguments it does so
-        for these queues in any case.
+        reaper. Both renew their rights by each call. While the queue has no message, they do so by every second call,
+        within `keys.RESTING_REAPER_MILLISECONDS`. The others look only once in `keys.ELECTION_SECONDS` whether one of
+        the two is missing. With arguments it does so for these queues in any case.
 
         One call returns 500 messages of a queue at most. It also checks a few stored messages, and returns those that
         are neither leased nor waiting. If messages wait in the queue, it wakes a worker, because the one that they woke
@@ -463,7 +463,7 @@ class Leases:
                 self.pause_reaping()
             if self._clock() < self._reap_from:  # another worker may be able to reap
                 self._reaper.forget_roles()
-                self._for_each(queues or self._reaper.served, lambda queue: self.wake(queue_lists(queue)))
+                self._for_each(queues or self._reaper.served, self._pause_reaper)
                 return 0
             self._renew_if_late()
             reap = self._reaper.reap_without_role if queues else self._reaper.reap
@@ -472,8 +472,13 @@ class Leases:
             return sum(reaped)
         except REDIS_ERRORS as error:
             self._refused = True
+            self._reaper.forget_roles()
             self.failed(error)
             raise
+
+    def _pause_reaper(self, queue: str) -> None:
+        self._reaper.pause(queue)
+        self.wake(queue_lists(queue))
 
     def _for_each(self, queues: Iterable[str], do: Callable[[str], None]) -> None:
         """Do it for each queue. A key of the wrong type is reported, and the other queues are served.

@@ -49,6 +49,8 @@ class Reaper:
         """By queue that this process serves: when it next tries to be the reaper or the deputy."""
         self._roles: Final[dict[str, int]] = {}
         """By queue: the role when it last tried."""
+        self._alone_from: Final[dict[str, float]] = {}
+        """By queue: since when this process has been its reaper without a deputy."""
         self._move_from: Final[dict[str, float]] = {}
         """By queue: when to look again for messages of an earlier version."""
 
@@ -63,12 +65,17 @@ class Reaper:
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other process served its queues when it last tried."""
-        return all(self._roles.get(queue) == _REAPER_ALONE for queue in self._next_try)
+        """Whether no other process has served its queues for some seconds.
+
+        After a change of roles there may be no deputy for as long as the other processes do not look for one.
+        """
+        latest = self._clock() - 2 * ELECTION_SECONDS
+        return all(self._alone_from.get(queue, math.inf) <= latest for queue in self._next_try)
 
     def forget_roles(self) -> None:
         """Be neither reaper nor deputy until the next try."""
         self._roles.clear()
+        self._alone_from.clear()
 
     def serve(self, queue: str) -> None:
         """Be a candidate for the reaper of this queue from now on."""
@@ -78,20 +85,29 @@ class Reaper:
         """Return messages of expired leases if this process is the reaper of the queue, and it is time for it."""
         if self._clock() < self._next_try[queue]:
             return 0
-        role, is_empty = self._elect(self._owner, queue=queue, list=queue_lists(queue))
+        role, is_empty = self._elect(self._owner, "", queue=queue, list=queue_lists(queue))
         self._roles[queue] = role
+        if role == _REAPER_ALONE:
+            self._alone_from.setdefault(queue, self._clock())
+        else:
+            self._alone_from.pop(queue, None)
         if role == _NO_ROLE:
             self._next_try[queue] = self._clock() + ELECTION_SECONDS
         elif is_empty:
-            # kombu's timer is not exact
-            self._next_try[queue] = self._clock() + RESTING_REAPER_SECONDS - REAPER_SECONDS / 2
+            # kombu's timer is not exact, and this has to be before its second call
+            self._next_try[queue] = self._clock() + RESTING_REAPER_SECONDS - REAPER_SECONDS * 3 / 4
         if role < _REAPER:
             return 0
         self._move_older(queue)
         return 0 if is_empty else self.reap_without_role(queue)
 
+    def pause(self, queue: str) -> None:
+        """Be at most the deputy of the queue, and reap nothing, so that its reaper knows that it is not alone."""
+        if queue in self._next_try:
+            self._elect(self._owner, "1", queue=queue, list=queue_lists(queue))
+
     def reap_without_role(self, queue: str) -> int:
-        """Return messages of expired leases of the queue, whoever its reaper is."""
+        """Return messages of expired leases of the queue, even if this process is not its reaper."""
         reaped, problem, orphans = self._reap(_REAPED_AT_ONCE, queue=queue, list=queue_lists(queue))
         if reaped:
             logger.warning("returned %d message(s) of expired leases to queue %s", reaped, queue)

@@ -94,7 +94,7 @@ class WorkerLeases:
         return set[str]().union(*(leases.reaped for leases in self.all))
 
     def is_alone(self) -> bool:
-        """Return whether no other worker served this worker's queues a second ago."""
+        """Return whether no other worker has served this worker's queues for some seconds."""
         return all(leases.is_alone for leases in self.all)
 
     def fetch_in_rounds(

@@ -139,21 +139,34 @@ def test_the_reaper_and_its_deputy_ask_half_as_often_while_there_is_no_message(
 def test_a_worker_knows_whether_it_is_the_only_one_of_its_queues(
     make_worker: Callable[..., Leases], redis_client: "redis.Redis"
 ) -> None:
+    def later(worker: Leases, seconds: float) -> bool:
+        nonlocal now
+        now += seconds
+        worker.reap()
+        return worker.is_alone
+
     now = 0.0
     first, second = make_worker(clock=lambda: now), make_worker(clock=lambda: now)
-    assert not first.is_alone
-    first.reap()
-    assert first.is_alone
-    second.reap()
-    redis_client.persist(deputy_key(QUEUE))  # this process may be slow
-    now += RESTING_REAPER_SECONDS
-    first.reap()
-    assert not first.is_alone
-    assert not second.is_alone
+    assert not later(first, 0.0)
+    redis_client.persist(reaper_key(QUEUE))  # this process may be slow
+    assert not later(first, ELECTION_SECONDS)
+    assert later(first, ELECTION_SECONDS)
+    assert not later(second, 0.0)
+    redis_client.persist(deputy_key(QUEUE))
+    assert not later(first, ELECTION_SECONDS)
     redis_client.delete(deputy_key(QUEUE))
-    now += RESTING_REAPER_SECONDS
-    first.reap()
-    assert first.is_alone
+    assert not later(first, ELECTION_SECONDS)
+    assert later(first, 2 * ELECTION_SECONDS)
+
+
+def test_a_worker_that_may_not_reap_remains_the_deputy(
+    make_worker: Callable[..., Leases], redis_client: "redis.Redis"
+) -> None:
+    paused = make_worker()
+    paused.pause_reaping()
+    paused.reap()
+    assert redis_client.get(reaper_key(QUEUE)) is None
+    assert redis_client.get(deputy_key(QUEUE)) == paused.owner.encode()
 
 
 def test_a_worker_that_may_not_reap_leaves_it_to_another(

@@ -80,7 +80,7 @@ class Admission:
         self._tracing = tracing
         self._preemption = preemption
         self.is_alone: Callable[[], bool] = lambda: False
-        """Returns whether no other worker serves these queues."""
+        """Returns whether no other worker has served these queues for some seconds."""
         self._claims = StreamClaims(homes, settlement, metrics, tracing, worker_name)
         self.preparation = Preparation(
             make_process,
@@ -108,7 +108,7 @@ class Admission:
 
         One fetch takes at most `fetch_quantum` choices, less those that wait for the engine's next step. So a burst
         reaches all idle workers: each takes a few messages, and the next ones when its engine begins a step. A worker
-        that is alone takes more, as smaller batches are slower. A worker of a pooling model may take the messages of
+        that is alone takes `QUANTA_ALONE` times as many. A worker of a pooling model may take the messages of
         one step, which are many if they are short.
         """
         # Called many times a second, so the cheap checks come first.

@@ -9,8 +9,8 @@ PREPARED_QUANTA: Final = 2
 """Messages of so many fetches are prepared at once. Those that are refused never reach the engine: with one fetch at a
 time they are refused half as fast. With four, one worker takes half of a burst of 40."""
 QUANTA_ALONE: Final = 4
-"""How many times the quantum a worker takes while it is the only one of its queues. With 4 choices a step, 64 short
-requests at once took 4 % longer than with 16. With 64 they were no faster."""
+"""How many times the quantum a worker takes while it is the only one of its queues. After a first turn, 64 requests at
+once took 39.5 and 40.2 s with 4 choices a step, 38.4 s with 16, and 38.4 s with 64."""
 
 
 def choices_to_fetch(

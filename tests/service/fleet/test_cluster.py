@@ -172,19 +172,19 @@ def test_a_gateway_serves_and_deletes_answers_on_a_cluster(site: Site, tmp_path:
     )
     try:
         gateway.wait_ready()
-        sdk = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE)
-        streamed = sdk.completions.create(model="tiny", prompt="the wheel", max_tokens=8, stream=True)
-        assert [chunk.choices[0].finish_reason for chunk in streamed][-1] == "length"
-        response: Any = sdk.responses.create(model="tiny", input="the wheel", max_output_tokens=8, background=True)
-        site.service.wait_until(
-            lambda: sdk.responses.retrieve(response.id).status in ("completed", "incomplete"), timeout=DEADLINE
-        )
-        replayed = list(sdk.responses.retrieve(response.id, stream=True))
-        assert replayed[-1].type in ("response.completed", "response.incomplete")
-        stream = f"headrace:stream:{shard_of(response.id)}:{response.id}".encode()
-        assert site.keys("headrace:stream:*resp*") == {stream}
-        sdk.responses.delete(response.id)
-        assert site.keys("headrace:stream:*resp*") == set()
+        with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE) as sdk:
+            streamed = sdk.completions.create(model="tiny", prompt="the wheel", max_tokens=8, stream=True)
+            assert [chunk.choices[0].finish_reason for chunk in streamed][-1] == "length"
+            response: Any = sdk.responses.create(model="tiny", input="the wheel", max_output_tokens=8, background=True)
+            site.service.wait_until(
+                lambda: sdk.responses.retrieve(response.id).status in ("completed", "incomplete"), timeout=DEADLINE
+            )
+            replayed = list(sdk.responses.retrieve(response.id, stream=True))
+            assert replayed[-1].type in ("response.completed", "response.incomplete")
+            stream = f"headrace:stream:{shard_of(response.id)}:{response.id}".encode()
+            assert site.keys("headrace:stream:*resp*") == {stream}
+            sdk.responses.delete(response.id)
+            assert site.keys("headrace:stream:*resp*") == set()
     finally:
         gateway.close()
 

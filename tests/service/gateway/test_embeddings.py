@@ -37,8 +37,10 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGatewa
 
 
 @pytest.fixture
-def sdk(embedder: RunningGateway) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{embedder.url}/v1", api_key="none", max_retries=0, timeout=DEADLINE)
+def sdk(embedder: RunningGateway) -> Iterator[openai.OpenAI]:
+    url = f"{embedder.url}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=DEADLINE) as client:
+        yield client
 
 
 def rows_of(embedder: RunningGateway) -> np.ndarray:

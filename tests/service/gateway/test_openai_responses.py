@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import openai
@@ -22,14 +23,19 @@ LONGER: Any = {**LONG, "max_output_tokens": 800}
 """No worker ends it before it is killed, or told to cancel it."""
 
 
+ClientOf = Callable[[str], openai.OpenAI]
+
+
 @pytest.fixture
-def client(gateway: RunningGateway) -> Iterator[openai.OpenAI]:
-    with client_of(gateway.url) as client:
-        yield client
+def client_of() -> Iterator[ClientOf]:
+    """It makes clients that are closed after the test, with the streams that nobody read to their end."""
+    with ExitStack() as clients:
+        yield lambda url: clients.enter_context(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0))
 
 
-def client_of(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+@pytest.fixture
+def client(gateway: RunningGateway, client_of: ClientOf) -> openai.OpenAI:
+    return client_of(gateway.url)
 
 
 def create(client: openai.OpenAI, **options: Any) -> Response:
@@ -144,7 +150,9 @@ def test_log_probabilities_come_with_the_text(client: openai.OpenAI) -> None:
     assert [token.logprob for event in deltas for token in event.logprobs] == [each.logprob for each in part.logprobs]
 
 
-def test_a_background_response_is_polled_and_streamed_at_any_replica(gateway: RunningGateway) -> None:
+def test_a_background_response_is_polled_and_streamed_at_any_replica(
+    gateway: RunningGateway, client_of: ClientOf
+) -> None:
     first, second = (client_of(replica.url) for replica in gateway.replicas)
     response = create(first, background=True, **LONG)
     assert response.status in ("queued", "in_progress")  # a worker may have begun by then
@@ -182,7 +190,9 @@ def test_a_completion_window_without_background_is_refused(client: openai.OpenAI
     assert refused.value.param == "background_options.completion_window"
 
 
-def test_a_background_response_survives_kill_9_of_its_gateway_and_its_worker(gateway: RunningGateway) -> None:
+def test_a_background_response_survives_kill_9_of_its_gateway_and_its_worker(
+    gateway: RunningGateway, client_of: ClientOf
+) -> None:
     first, second = gateway.replicas
     undisturbed = events_of(raw_stream(client_of(second.url)))
     raw = raw_stream(client_of(first.url))

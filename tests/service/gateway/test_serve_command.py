@@ -149,8 +149,8 @@ def test_the_printed_command_works_and_one_signal_ends_everything(
     assert f"http://127.0.0.1:{port}/v1/chat/completions" in shlex.split(line)
     answer = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=4 * PATIENCE, check=True)
     assert answer.stdout.rstrip().endswith("data: [DONE]"), answer.stdout
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
-    uploaded = client.files.create(file=("requests.jsonl", b"{}\n"), purpose="batch")
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
+        uploaded = client.files.create(file=("requests.jsonl", b"{}\n"), purpose="batch")
     assert [path.stem for path in files.glob("*/*.json")] == [uploaded.id]
     assert serving.end(number) == status
     assert serving.left() == []

@@ -37,9 +37,10 @@ class Api:
         class Handler(BaseHTTPRequestHandler):
             def do_PATCH(self) -> None:  # http.server's name
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                # before the answer, after which another thread may take the next PATCH
+                api.patches.put(Patch(self.path, dict(self.headers), body))
                 self.send_response(codes.pop(0) if len(codes) > 1 else codes[0])
                 self.end_headers()
-                api.patches.put(Patch(self.path, dict(self.headers), body))
 
             def log_message(self, *_: object) -> None: ...
 

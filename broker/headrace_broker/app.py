@@ -138,5 +138,4 @@ def _worker_options(settings: BrokerSettings) -> dict[str, Any]:
         "unacked_restore_throttle": 1,
         "socket_connect_timeout": 5,
         "socket_keepalive": True,
-        "health_check_interval": 5,
     }

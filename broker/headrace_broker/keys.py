@@ -36,7 +36,7 @@ RESTING_REAPER_SECONDS: Final = 0.8
 """The same as `REAPER_SECONDS` while the queue has no message, so that no lease can expire soon."""
 RESTING_REAPER_MILLISECONDS: Final = 1200
 """The same as `REAPER_MILLISECONDS` while the queue has no message."""
-ELECTION_SECONDS: Final = 2.0
+ELECTION_SECONDS: Final = 4.0
 """How often the other workers try to become the reaper or the deputy of a queue."""
 HOLDERS_SECONDS: Final = 3600
 HOLDERS_KEPT: Final = 10_000

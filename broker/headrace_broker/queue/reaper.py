@@ -20,6 +20,11 @@ _REAPER_ALONE: Final = 3
 _REAPER: Final = 2
 _NO_ROLE: Final = 0
 _MOVING_SECONDS: Final = 0.1
+_MOVED_SECONDS: Final = 10.0
+"""Seconds until the next search for messages of an earlier version after a search found none. No script of an idle
+worker takes longer."""
+_REFUSED_SECONDS: Final = 2.0
+"""The same after a search that Redis refused. Each refusal is reported again before the last report is cleared."""
 
 
 class Reaper:
@@ -125,8 +130,8 @@ class Reaper:
         try:
             while self._clock() >= self._move_from.get(queue, -math.inf) and time.monotonic() < until:
                 if not move_queue(self._client, queue):
-                    self._move_from[queue] = self._clock() + ELECTION_SECONDS
+                    self._move_from[queue] = self._clock() + _MOVED_SECONDS
         except redis.ResponseError as error:
             logger.warning("messages of an earlier version not moved to queue %s: %s", queue, error)
-            self._move_from[queue] = self._clock() + ELECTION_SECONDS
+            self._move_from[queue] = self._clock() + _REFUSED_SECONDS
             self._report(str(error))

@@ -218,6 +218,18 @@ def test_the_wake_up_and_the_holders_of_an_empty_queue_are_deleted(redis_client:
     assert not earlier_keys(redis_client)
 
 
+def test_a_refused_move_is_reported_again_within_seconds(redis_client: "redis.Redis") -> None:
+    now, reports = 0.0, list[str]()
+    leases = Leases(redis_client, lease_seconds=60, delivery_limit=9, clock=lambda: now)
+    leases.on_refused = reports.append
+    leases.serve(QUEUE)
+    redis_client.set("headrace:lease:body", "not a hash")
+    for _ in range(10):
+        leases.reap()
+        now += 1.0
+    assert len(reports) >= 5
+
+
 def test_a_purge_ends_what_workers_of_an_earlier_version_have_sorted(
     earlier: EarlierWorker, redis_server: EmbeddedServer, redis_client: "redis.Redis"
 ) -> None:

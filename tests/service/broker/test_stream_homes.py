@@ -19,7 +19,7 @@ from headrace_broker.queue.leases import Leases
 from headrace_broker.server.asking_homes import server_having
 from headrace_broker.server.connections import connect, connect_async
 from headrace_broker.server.embedded import EmbeddedServer
-from headrace_broker.server.stream_servers import AsyncStreamServers, StreamServers
+from headrace_broker.server.stream_servers import TABLE_SECONDS, AsyncStreamServers, StreamServers
 from headrace_broker.server.stream_table import StreamServerRow, home_of
 from headrace_broker.server.stream_table_editor import StreamTableEditor
 from headrace_broker.settings import BrokerSettings
@@ -259,6 +259,33 @@ async def read(hub: StreamHub, request_id: str) -> list[int]:
                 found += [event.offset] if isinstance(event, ChunkEvent) else []
                 assert not isinstance(event, EndEvent) or event.error is None
         return found
+
+
+def test_a_worker_seldom_reads_a_table_that_nobody_uses(two: Two) -> None:
+    now = 0.0
+
+    def reads(homes: StreamHomes, seconds: float, **options: bool) -> bool:
+        nonlocal now
+        now += seconds
+        two.main.config_resetstat()
+        homes.refresh(**options)
+        return "cmdstat_hgetall" in two.main.info("commandstats")
+
+    two.main.delete(STREAM_SERVERS_KEY)
+    with StreamServers.connected(two.main, {}, 60, timeout=0.5) as none:
+        homes = StreamHomes(none, 60, lambda: now)
+        assert reads(homes, 0.0)
+        assert not reads(homes, TABLE_SECONDS)
+        assert reads(homes, TABLE_SECONDS, is_reconnected=True)
+        assert reads(homes, 5 * TABLE_SECONDS)
+        assert not reads(homes, TABLE_SECONDS)
+        assert homes.is_away("s1")
+        assert reads(homes, 0.0), "a message has its stream on a server that the table has now"
+    with StreamServers.connected(two.main, *two.settings.stream_servers, timeout=0.5) as named:
+        homes = StreamHomes(named, 60, lambda: now)
+        assert reads(homes, 0.0)
+        assert not reads(homes, TABLE_SECONDS / 2)
+        assert reads(homes, TABLE_SECONDS / 2)
 
 
 @pytest.fixture

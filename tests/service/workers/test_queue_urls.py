@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from headrace_broker.client.client import Client
 from headrace_broker.queue.leases import Leases
+from headrace_broker.queue.unread_lists import gather_steps
 from headrace_broker.queue.worker_leases import WorkerLeases
 from headrace_broker.server.connections import connect
 from headrace_broker.server.embedded import EmbeddedServer
@@ -164,7 +165,7 @@ def test_the_gauges_of_a_queue_do_not_need_the_servers_of_other_queues(
         metrics, health = Metrics(model="tiny", queue="headrace.tiny", version="1"), WorkerHealth()
         health.state("ready")
         gauges = QueueGauges(servers.of, ["headrace.code", "headrace.tiny"], metrics, health)
-        gauges.leases = WorkerLeases(main, {"headrace.code": other})
+        gauges.attach(WorkerLeases(main, {"headrace.code": other}))
         os.kill(second.pid or 0, signal.SIGSTOP)
         try:
             for _ in range(2):  # the second time the server is left alone
@@ -191,7 +192,7 @@ def test_further_priority_steps_of_a_queue_are_gathered_while_the_server_of_anot
         step: Any = SimpleNamespace(_leases=leases, servers=servers, client=redis_client, _reported=set())
         os.kill(second.pid or 0, signal.SIGSTOP)
         try:
-            EngineStep._gather_steps(step)
+            EngineStep._for_each_reaped(step, lambda queue, server: gather_steps(server, [queue]))
         finally:
             os.kill(second.pid or 0, signal.SIGCONT)
         assert leases.away("headrace.code")

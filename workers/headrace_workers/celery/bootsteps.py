@@ -8,6 +8,7 @@ import logging
 import math
 import socket
 import time
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -36,7 +37,7 @@ from headrace_monitoring.metrics import Metrics
 from headrace_monitoring.tracing import make_tracer_provider
 from headrace_workers.celery.callbacks import Callbacks
 from headrace_workers.celery.pod_deletion_cost import INTERVAL_SECONDS, PodDeletionCost
-from headrace_workers.celery.queue_gauges import QueueGauges
+from headrace_workers.celery.queue_gauges import POLL_SECONDS, QueueGauges
 from headrace_workers.engine_link.adapters import Adapters
 from headrace_workers.engine_link.supervisor import EngineSupervisor
 from headrace_workers.long_lived_objects import exempt_long_lived_objects
@@ -55,6 +56,8 @@ LOADING_REPORT_SECONDS = 2.0
 SORT_SECONDS = 1.0
 """Seconds between two sorts by a worker without free slots. A sort moves new messages from the producers' lists to the
 sorted sets of their tenants, and records when they began to wait."""
+_UNREAD_LISTS_SECONDS = 10.0
+"""Seconds between two searches for lists that no worker reads."""
 _EXIT_ENGINE_GIVEN_UP = 1
 _LAST_RESULTS_SECONDS = 5.0
 _FAILED_TURN_SECONDS = 0.05
@@ -170,12 +173,13 @@ class EngineStep(bootsteps.StartStopStep):
         hub.call_repeatedly(HEARTBEAT_SECONDS, self._end_if_drained)
         hub.call_repeatedly(REGISTER_SECONDS, self._register)
         hub.call_repeatedly(LOADING_REPORT_SECONDS, self.dispatcher.engine.report_loading)
-        hub.call_repeatedly(self._gauges.interval_seconds, self._gauges.poll)
+        hub.call_repeatedly(POLL_SECONDS, self._gauges.poll)
         if self._deletion_cost is not None:
             self._deletion_cost.start()
             hub.call_repeatedly(INTERVAL_SECONDS, self._update_deletion_cost, self._deletion_cost)
         hub.call_repeatedly(SORT_SECONDS, self._sort)
         hub.call_repeatedly(SORT_SECONDS, self._gather_steps)
+        hub.call_repeatedly(_UNREAD_LISTS_SECONDS, self._report_unread_lists)
 
     def run_while_disconnected(self, seconds: float, problem: str | None = None) -> None:
         """Serve the engine for `seconds` while Celery waits for Redis and does not run its event loop.
@@ -194,7 +198,7 @@ class EngineStep(bootsteps.StartStopStep):
         channel.serve(self.dispatcher.admission)
         self._channel, self._leases = channel, channel.leases
         self.dispatcher.admission.is_alone = channel.leases.is_alone
-        self._gauges.leases = channel.leases
+        self._gauges.attach(channel.leases)
         for lease_id, message in self._leases.held().items():
             # When Celery loses its connection, it forgets the messages that have not started.
             if message.headers.get("id") not in worker_state.requests:
@@ -202,7 +206,7 @@ class EngineStep(bootsteps.StartStopStep):
         self.dispatcher.attach(hub)
         self._supervisor.attach(hub)
         self._tokenizer_service.attach(hub)
-        self.dispatcher.homes.refresh()  # before the first fetch
+        self.dispatcher.homes.refresh(is_reconnected=True)  # before the first fetch
         self._check_server()
 
     def _check_server(self) -> None:
@@ -320,26 +324,35 @@ class EngineStep(bootsteps.StartStopStep):
             time.sleep(_FAILED_TURN_SECONDS)
 
     def _gather_steps(self) -> None:
-        """Move messages of Celery's ten priority_steps to the lists that workers read. Report lists that none reads."""
+        """Move messages of Celery's ten priority_steps to the lists that workers read."""
+        self._for_each_reaped(lambda queue, server: gather_steps(server, [queue]))
+
+    def _report_unread_lists(self) -> None:
+        """Report each list of messages that no worker reads, once."""
+        self._for_each_reaped(self._report_unread_lists_of)
+
+    def _report_unread_lists_of(self, queue: str, server: redis.Redis) -> None:
+        on_main = {} if server is self.client else lists_on_main(self.client, queue)
+        for name in on_main.keys() - self._reported:
+            text = "no worker reads the list %r, which has %d message(s) of queue %s: %s"
+            logger.warning(text, name, on_main[name], queue, remedy(queue, name))
+        self._reported |= on_main.keys()
+        for name in set(separated_lists(server, [queue])) - self._reported:
+            self._reported.add(name)
+            logger.warning("no worker reads the list %r: leave the option sep of its producers unset", name)
+
+    def _for_each_reaped(self, do: Callable[[str, redis.Redis], object]) -> None:
+        """Call `do` with each queue of which this worker is the reaper, and its server. A queue has one reaper."""
         if self._leases is None:
             return
-        for queue in self._leases.reaped:  # one worker of a queue does it
+        for queue in self._leases.reaped:
             if self._leases.away(queue):
                 continue
             try:
-                server = self.servers.of(queue)
-                gather_steps(server, [queue])
-                on_main = {} if server is self.client else lists_on_main(self.client, queue)
-                for name in on_main.keys() - self._reported:
-                    text = "no worker reads the list %r, which has %d message(s) of queue %s: %s"
-                    logger.warning(text, name, on_main[name], queue, remedy(queue, name))
-                self._reported |= on_main.keys()
-                for name in set(separated_lists(server, [queue])) - self._reported:
-                    self._reported.add(name)
-                    logger.warning("no worker reads the list %r: leave the option sep of its producers unset", name)
+                do(queue, self.servers.of(queue))
             except REDIS_ERRORS as error:
                 problem = self._leases.failed(queue, error)
-                logger.debug("messages of further priority steps not gathered: %s", problem)
+                logger.debug("a periodic task of the queue's reaper failed: %s", problem)
 
     def _sort(self) -> None:
         if (

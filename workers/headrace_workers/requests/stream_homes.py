@@ -5,6 +5,7 @@ A server is away after it could not be reached, has refused a write, or has not 
 The main server, that of `HEADRACE_REDIS_URL`, is never away here: without it the worker has no queue either.
 """
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ STREAM_TIMEOUT: Final = 0.5
 _SHORTEST_DELAY: Final = 1.0
 _LONGEST_DELAY: Final = 8.0
 """A claim for a server that is away is postponed by 1, 2, 4, then 8 s."""
+_UNUSED_TABLE_SECONDS: Final = 10.0
+"""How often the table is read while neither it nor the settings name a server."""
 _QUICK_SECONDS: Final = 0.1
 """A server that refuses a try within this time is tried each second; one that costs more time, after the delay."""
 
@@ -64,7 +67,7 @@ class StreamHomes:
         self._outages: Final[dict[str, _Outage]] = {}
         self._refused: Final[dict[str, str]] = {}
         """Servers whose URL leads to another server, and the reason."""
-        self._table_at: float | None = None
+        self._table_due_at = -math.inf
         self._losses: Final[dict[str, int]] = {}
         """When the streams of a server were lost last, by the tables read so far."""
 
@@ -111,6 +114,8 @@ class StreamHomes:
             return None
         name = server_of(home)
         if name not in self.servers.names:
+            if not self.servers.table.rows:
+                self._table_due_at = -math.inf  # it was empty when it was read last
             return self.servers.missing_url(name)
         if name in self._refused:
             return self._refused[name]
@@ -162,17 +167,21 @@ class StreamHomes:
 
     # -- the table ------------------------------------------------------------------------------------------------
 
-    def refresh(self) -> None:
-        """Read the table of stream servers, at most each two seconds, and check the ids of those that are new."""
-        if self._table_at is not None and self._clock() - self._table_at < TABLE_SECONDS:
+    def refresh(self, *, is_reconnected: bool = False) -> None:
+        """Read the table of stream servers if it is time for it, and check the ids of those that are new.
+
+        Pass `is_reconnected` after each new connection to the main server: its URL may lead to another server.
+        """
+        if not is_reconnected and self._clock() < self._table_due_at:
             return
         try:
             table = self.servers.refresh()
         except REDIS_ERRORS as error:
+            self._table_due_at = self._clock() + TABLE_SECONDS
             logger.warning("stream servers not read", error=str(error))
             return
-        finally:
-            self._table_at = self._clock()
+        is_used = self.servers.names or table.rows
+        self._table_due_at = self._clock() + (TABLE_SECONDS if is_used else _UNUSED_TABLE_SECONDS)
         self._identify(name for name, row in table.rows.items() if not row.is_lost)
         for home in [home for home in self._outages if self.servers.is_lost(home)]:
             del self._outages[home]

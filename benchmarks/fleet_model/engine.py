@@ -62,6 +62,7 @@ class SimulatedEngine:
         self.num_waiting = 0
         """Requests that the last step could not begin with, by the statistics that the worker gets at its end."""
         self._num_left_out = 0
+        self._num_ended = 0
         self.num_hits = 0
         """Requests of which the prefix was in the cache."""
 
@@ -74,6 +75,11 @@ class SimulatedEngine:
     def num_for_next_step(self) -> int:
         """Requests that the engine got while it computed a step."""
         return len(self._waiting) - self._num_left_out
+
+    @property
+    def num_ended(self) -> int:
+        """Requests that ended with the last step; 0 if the engine is idle since then."""
+        return self._num_ended if self.slots_used else 0
 
     @property
     def num_prompt_left(self) -> int:
@@ -90,6 +96,7 @@ class SimulatedEngine:
     def give(self, request: Request, now: float) -> None:
         self._waiting.append(request)
         if not self.is_busy:
+            self._num_ended = 0
             self._begin(now)
         elif self._num_steps > 1:  # end after the current step, and begin the next one with this request
             steps = int((now - self._begun_at) / self._seconds) + 1
@@ -117,7 +124,7 @@ class SimulatedEngine:
         self._completing.clear()
         self._cache.clear()
         self._epoch += 1
-        self.is_busy, self.num_waiting, self._num_left_out = False, 0, 0
+        self.is_busy, self.num_waiting, self._num_left_out, self._num_ended = False, 0, 0, 0
         return lost
 
     def _begin(self, now: float) -> None:
@@ -172,6 +179,9 @@ class SimulatedEngine:
 
         self._at(end, complete)
 
+    def _forget_ended(self) -> None:
+        self._num_ended = 0
+
     def _complete(self, now: float) -> None:
         self._step += self._num_steps
         ended: list[Request] = []
@@ -187,5 +197,8 @@ class SimulatedEngine:
             else:
                 ended.append(request)
         self.num_waiting = self._num_left_out
+        self._num_ended = len(ended)
         self._begin(now)
+        if ended and self.is_busy and self._num_steps > 1:
+            self._at(self._begun_at + self._seconds, self._forget_ended)
         self._on_step(now, ended)

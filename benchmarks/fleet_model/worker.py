@@ -35,7 +35,9 @@ class SimulatedWorker:
             quantum=quantum,
             slots_used=self.engine.slots_used,
             num_preparing=len(self.preparing),
+            num_slow=0,
             num_for_next_step=self.engine.num_for_next_step,
+            num_ended=self.engine.num_ended,
         )
         if credit is None or room <= 0:
             return room

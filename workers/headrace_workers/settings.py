@@ -133,7 +133,8 @@ class WorkerSettings(EngineOptions):
     fetch_quantum: int = option(
         4,
         "How many choices are taken from the queue before the engine begins a step with them. A low number divides a "
-        "burst among all workers. A worker that is the only one of its queues takes four times as many.",
+        "burst among all workers. As many as ended with the last step may be taken besides, up to three times the "
+        "number. A worker that is the only one of its queues takes eight times as many.",
         metavar="N",
         least=1,
     )

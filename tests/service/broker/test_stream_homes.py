@@ -349,7 +349,7 @@ def test_all_entries_of_a_server_are_dropped_in_one_pass(two: Two, homes: Stream
     many = [StreamWrite(f"r{number}", 1, "1-1", "1-0", "chunk", b"x") for number in range(10_000)]
     publisher.add(*many, chunk("s1", 1))
     publisher.drop_all()
-    assert (len(publisher), publisher.num_pending_bytes) == (0, 0)
+    assert (len(publisher), publisher.num_bytes()) == (0, 0)
     assert publisher.flush() == {}
     assert [entry_id for entry_id, _ in two.clients["s1"].xrange("headrace:stream:s1")] == [b"1-0"]
 

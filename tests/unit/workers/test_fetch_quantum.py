@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from headrace_engine.core.outputs import EngineCoreOutput
+from headrace_engine.requests.request import FinishReason
+from headrace_workers.preparation.process import QUICK_BODY_BYTES
 from headrace_workers.requests.fetch_quantum import QUANTA_ALONE
 from unit.workers.desk import Desk
-from unit.workers.fakes import CAPABILITIES, MODEL, FakeCeleryRequest
+from unit.workers.fakes import CAPABILITIES, MODEL, FakeCeleryRequest, step
 
 QUANTUM = 4
 
@@ -21,15 +24,20 @@ def ask(desk: Desk, name: str, n: int = 1) -> FakeCeleryRequest:
     return desk.accept(FakeCeleryRequest(name, kwargs, lease_id=name, choices=n))
 
 
-def test_messages_of_two_fetches_are_prepared_at_once(desk: Desk) -> None:
+def test_no_more_messages_are_prepared_than_the_engine_may_begin_in_one_step(desk: Desk) -> None:
     desk.slow.is_held = desk.quick.is_held = True
     for number in range(QUANTUM):
-        assert desk.admission.free_slots() == QUANTUM
-        ask(desk, f"r{number}")
-    for number in range(QUANTUM):
         assert desk.admission.free_slots() == QUANTUM - number
-        ask(desk, f"last {number}")
+        ask(desk, f"r{number}")
     assert desk.admission.free_slots() == 0
+
+
+def test_messages_that_are_prepared_and_those_for_the_next_step_count_together(desk: Desk) -> None:
+    ask(desk, "begins")
+    ask(desk, "for the next step")
+    desk.slow.is_held = desk.quick.is_held = True
+    ask(desk, "prepared")
+    assert desk.admission.free_slots() == QUANTUM - 2
 
 
 def test_an_idle_engine_begins_at_once_and_the_requests_after_that_wait_for_its_next_step(desk: Desk) -> None:
@@ -70,6 +78,58 @@ def test_the_next_engine_begins_with_all_requests(desk: Desk) -> None:
     assert desk.admission.free_slots() == QUANTUM - 2
     desk.generate(13, 13, 13)
     assert desk.admission.free_slots() == QUANTUM
+
+
+def test_as_many_choices_as_ended_may_be_taken_besides_the_quantum(desk: Desk) -> None:
+    for name in ("first", "second", "third"):
+        ask(desk, name)
+    desk.generate(13, 13, 13)
+    ended = [request.request_id for request in desk.engine.sent[:2]]
+    desk.watch.on_engine_outputs(
+        step(
+            *(
+                EngineCoreOutput(request_id=name, new_token_ids=[13], finish_reason=FinishReason.LENGTH)
+                for name in ended
+            )
+        )
+    )
+    assert desk.admission.free_slots() == QUANTUM + len(ended)
+    ask(desk, "fourth")
+    assert desk.admission.free_slots() == QUANTUM + len(ended) - 1
+    desk.watch.on_engine_outputs(step())
+    assert desk.admission.free_slots() == QUANTUM
+
+
+def test_what_ended_before_the_engine_became_idle_does_not_count(desk: Desk) -> None:
+    for name in ("first", "second"):
+        ask(desk, name)
+    desk.generate(13, 13, finish=FinishReason.LENGTH)
+    assert desk.admission.free_slots() == QUANTUM
+    desk.engine.sent.clear()
+    ask(desk, "begins after that")
+    assert desk.admission.free_slots() == QUANTUM
+
+
+def test_what_ended_in_an_earlier_engine_does_not_count(desk: Desk) -> None:
+    for name in ("ends", "goes on"):
+        ask(desk, name)
+    desk.generate(13, 13)
+    ended = desk.engine.sent[0].request_id
+    desk.watch.on_engine_outputs(
+        step(EngineCoreOutput(request_id=ended, new_token_ids=[13], finish_reason=FinishReason.LENGTH))
+    )
+    desk.watch.on_engine_lost("killed", "crash", was_ready=True)
+    desk.watch.on_engine_ready(MODEL, CAPABILITIES)
+    assert desk.admission.free_slots() == QUANTUM
+
+
+def test_every_second_slow_message_does_not_count(desk: Desk) -> None:
+    desk.slow.is_held = True
+    for number in range(2 * QUANTUM):
+        assert desk.admission.free_slots() == QUANTUM - number // 2
+        slow = {"prompt": "x" * (QUICK_BODY_BYTES + 1), "sampling_params": {"max_tokens": 30}}
+        desk.accept(FakeCeleryRequest(f"slow {number}", slow, lease_id=f"slow {number}"))
+    assert desk.admission.free_slots() == 0
 
 
 def test_a_worker_that_is_alone_takes_more(desk: Desk) -> None:

@@ -122,6 +122,12 @@ class Preparation:
         return sum(message.celery_request.delivery.choices for message in self._held.values())
 
     @property
+    def num_slow_choices(self) -> int:
+        """Number of those choices whose messages need the slow process, or wait for the folder of an adapter."""
+        slow = (message for message in self._held.values() if message.is_slow or message.prepared is not None)
+        return sum(message.celery_request.delivery.choices for message in slow)
+
+    @property
     def num_body_bytes(self) -> int:
         """Size of the bodies of the held messages."""
         return sum(len(message.celery_request.body) for message in self._held.values())

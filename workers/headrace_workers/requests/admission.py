@@ -106,10 +106,10 @@ class Admission:
     def free_slots(self) -> int:
         """Count the choices that messages taken now may have: free slots, or 0 while requests wait in the engine.
 
-        One fetch takes at most `fetch_quantum` choices, less those that wait for the engine's next step. So a burst
-        reaches all idle workers: each takes a few messages, and the next ones when its engine begins a step. A worker
-        that is alone takes `QUANTA_ALONE` times as many. A worker of a pooling model may take the messages of
-        one step, which are many if they are short.
+        At most `fetch_quantum` choices are taken before the engine begins a step with them. So a burst reaches all idle
+        workers: each takes a few messages, and the next ones when its engine begins a step. Those that replace choices
+        that ended with the last step come on top; see `choices_to_fetch`. A worker that is alone takes `QUANTA_ALONE`
+        times as many. A worker of a pooling model may take the messages of one step, which are many if they are short.
         """
         # Called many times a second, so the cheap checks come first.
         if self._engine.num_waiting:
@@ -122,7 +122,9 @@ class Admission:
             quantum=quantum,
             slots_used=self._in_flight.slots_used,
             num_preparing=self.preparation.num_choices,
+            num_slow=self.preparation.num_slow_choices,
             num_for_next_step=self._in_flight.num_for_next_step,
+            num_ended=self._in_flight.num_ended,
         )
         if room <= 0 or self._takes_nothing:
             return 0

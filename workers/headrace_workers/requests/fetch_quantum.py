@@ -5,16 +5,23 @@ It imports nothing, so that `benchmarks/fleet_sim.py` can simulate fleets by thi
 
 from typing import Final
 
-PREPARED_QUANTA: Final = 2
-"""Messages of so many fetches are prepared at once. Those that are refused never reach the engine: with one fetch at a
-time they are refused half as fast. With four, one worker takes half of a burst of 40."""
-QUANTA_ALONE: Final = 4
-"""How many times the quantum a worker takes while it is the only one of its queues. After a first turn, 64 requests at
-once took 39.5 and 40.2 s with 4 choices a step, 38.4 s with 16, and 38.4 s with 64."""
+QUANTA_ALONE: Final = 8
+"""How many times the quantum a worker takes while it is the only one of its queues, as nothing has to be divided."""
+
+MOST_REPLACED: Final = 3
+"""With short outputs many requests end in a step. Without a limit, a worker in which nearly all have ended would take a
+burst while others are idle."""
 
 
 def choices_to_fetch(
-    *, max_num_seqs: int, quantum: int, slots_used: int, num_preparing: int, num_for_next_step: int
+    *,
+    max_num_seqs: int,
+    quantum: int,
+    slots_used: int,
+    num_preparing: int,
+    num_slow: int,
+    num_for_next_step: int,
+    num_ended: int,
 ) -> int:
     """Return how many choices one fetch may take, at least 0.
 
@@ -23,7 +30,12 @@ def choices_to_fetch(
         quantum: choices that are taken before the engine begins a step with them.
         slots_used: choices that the engine has.
         num_preparing: choices of messages that are taken and that the engine does not have yet.
+        num_slow: those of them that take long to prepare. Every second one does not count, so that a few do not keep
+            other messages from the engine.
         num_for_next_step: choices, of those that the engine has, that wait for its next step.
+        num_ended: choices that ended with the last step. As many may replace them, besides the quantum, up to
+            `MOST_REPLACED` quanta.
     """
-    room = min(max_num_seqs - slots_used, PREPARED_QUANTA * quantum) - num_preparing
-    return max(0, min(room, quantum - num_for_next_step))
+    allowed = quantum + min(num_ended, MOST_REPLACED * quantum)
+    taken = num_preparing - (num_slow + 1) // 2 + num_for_next_step
+    return max(0, min(max_num_seqs - slots_used - num_preparing, allowed - taken))

@@ -79,6 +79,8 @@ class InFlight:
         """Caches; None: count again. The event loop reads the numbers in each turn, and they seldom change."""
         self._next_step: dict[str, int] = {}
         """Request id -> number of its choices that the engine got while it computed a step."""
+        self._num_ended = 0
+        """Number of choices that ended with the engine's last step."""
         self.isolation = Isolation(homes)
         self._listeners = ListenerWatch(Listeners(homes.client(MAIN)))
         self._other_listeners: dict[str, ListenerWatch] = {}
@@ -140,6 +142,11 @@ class InFlight:
     def num_for_next_step(self) -> int:
         """Number of choices that the engine got while it computed a step. They begin with its next step."""
         return sum(self._next_step.values())
+
+    @property
+    def num_ended(self) -> int:
+        """Number of choices that ended with the engine's last step; 0 if the engine is idle since then."""
+        return self._num_ended if self.slots_used else 0
 
     @property
     def num_tokens_left(self) -> int:
@@ -331,6 +338,7 @@ class InFlight:
         for job in self:
             job.unsent = None
         self._next_step.clear()
+        self._num_ended = 0
         self._slots_changed()
         for job in self.isolation.choose(self._jobs.values()):
             if job.num_done:
@@ -356,8 +364,10 @@ class InFlight:
                     room = max(0, min(room, max(room - self._num_reserved, missing)))
                 room = min(room, job.num_sendable)
                 todo, job.unsent = job.unsent[:room], job.unsent[room:]
-                if todo and self.slots_used:  # else the engine is idle, and begins a step now
+                if todo and self.slots_used:
                     self._next_step[job.request_id] = self._next_step.get(job.request_id, 0) + len(todo)
+                elif todo:  # the engine is idle, and begins a step now
+                    self._num_ended = 0
                 self._slots_changed()
                 self._supervisor.send(todo)
 
@@ -412,7 +422,9 @@ class InFlight:
         """Write the output of one step to the streams. The engine begins the next step meanwhile."""
         self._next_step.clear()
         self._note_admitted(outputs.stats)
+        before = self.slots_used
         self._publish_due(outputs)
+        self._num_ended = before - self.slots_used
         self._feed()
         self._advance_isolation()
 

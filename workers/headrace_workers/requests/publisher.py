@@ -74,8 +74,6 @@ class Publisher:
         self._sent_at = 0.0
         self._dropped_since: set[Attempt] = set()
         """Attempts that were dropped since the call was sent."""
-        self.num_pending_bytes = 0
-        """Estimate of the memory of the entries that are not written."""
         self._written: deque[tuple[float, bytes]] = deque()
         """Time and packed entries of each write: unpacked, the garbage collector would walk many thousand objects."""
         self._dropped: dict[Attempt, float] = {}
@@ -97,15 +95,17 @@ class Publisher:
         """Whether the reply to a call is awaited."""
         return bool(self._sent)
 
+    def num_bytes(self) -> int:
+        """Estimate the memory of the entries that are not written. It visits them all."""
+        return sum(len(write.data) + _ENTRY_BYTES for write in (*self._sent, *self._pending))
+
     def add(self, *writes: StreamWrite) -> None:
         self._pending += writes
-        self.num_pending_bytes += sum(len(write.data) + _ENTRY_BYTES for write in writes)
 
     def drop(self, attempt: Attempt) -> None:
         """Forget the entries of an attempt that this worker no longer runs, and never write them again."""
         if self._pending:
             self._pending = [write for write in self._pending if write.key != attempt]
-            self._count_bytes()
         self._dropped_since.add(attempt)
         self._dropped.pop(attempt, None)  # keeps the dict in the order of time
         self._dropped[attempt] = self._clock()
@@ -114,15 +114,10 @@ class Publisher:
         """Do as `drop` for every attempt that has entries here. Takes one pass, however many entries there are."""
         now, attempts = self._clock(), self.unwritten()
         self._pending = []
-        self._count_bytes()
         self._dropped_since |= attempts
         for attempt in attempts:
             self._dropped.pop(attempt, None)
             self._dropped[attempt] = now
-
-    def _count_bytes(self) -> None:
-        entries = (*self._sent, *self._pending)
-        self.num_pending_bytes = sum(len(write.data) + _ENTRY_BYTES for write in entries)
 
     def flush(self, *, retry: bool = False) -> dict[Attempt, WriteOutcome] | None:
         """Write all pending entries. Returns the attempts whose stream refused an entry, or None if the write failed.
@@ -151,13 +146,14 @@ class Publisher:
 
     def _number_at_once(self) -> int:
         """Return how many entries the next call has. A server that was away for long gets them in several."""
-        if self.num_pending_bytes <= self._most_bytes:
+        if self._most_bytes == math.inf:
             return len(self._pending)
-        size, count = 0, 0
-        while count < len(self._pending) and (size <= self._most_bytes or not count):
-            size += len(self._pending[count].data) + _ENTRY_BYTES
-            count += 1
-        return count
+        size = 0
+        for count, write in enumerate(self._pending):
+            if size > self._most_bytes:
+                return count
+            size += len(write.data) + _ENTRY_BYTES
+        return len(self._pending)
 
     def unwritten(self) -> set[Attempt]:
         """Return the attempts with entries that are not written yet."""
@@ -193,7 +189,6 @@ class Publisher:
     def _fail(self, error: Exception) -> None:
         left = [write for write in self._sent if write.key not in self._dropped_since]
         self._sent, self._pending = [], [*left, *self._pending]
-        self._count_bytes()
         self._metrics.redis_error("publish")
         self.refusal = str(error)
         self._failed_at = self._clock()
@@ -226,7 +221,6 @@ class Publisher:
             packed = pack_writes(write for write in self._sent if write.key not in self._dropped_since)
         self._written.append((now, packed))
         self._sent, self._sent_packed = [], b""
-        self._count_bytes()
         while self._written and now - self._written[0][0] > REPLAY_SECONDS:
             self._written.popleft()
         while self._dropped and now - next(iter(self._dropped.values())) > REPLAY_SECONDS:
@@ -283,7 +277,7 @@ class Publishers:
         return [
             home
             for home, publisher in self._by_home.items()
-            if home != MAIN and publisher.num_pending_bytes > MOST_PENDING_BYTES
+            if home != MAIN and publisher.num_bytes() > MOST_PENDING_BYTES
         ]
 
     def flush(self, *, retry: bool = False) -> Flushed:

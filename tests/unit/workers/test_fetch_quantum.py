@@ -111,7 +111,7 @@ def test_what_ended_before_the_engine_became_idle_does_not_count(desk: Desk) -> 
 
 
 def test_what_ended_in_an_earlier_engine_does_not_count(desk: Desk) -> None:
-    for name in ("ends", "goes on"):
+    for name in ("ends", "continues"):
         ask(desk, name)
     desk.generate(13, 13)
     ended = desk.engine.sent[0].request_id

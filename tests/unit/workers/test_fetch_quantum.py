@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from headrace_engine.core.outputs import EngineCoreOutput
 from headrace_engine.requests.request import FinishReason
+from headrace_workers.engine_link.adapters import Adapters
 from headrace_workers.preparation.process import QUICK_BODY_BYTES
 from headrace_workers.requests.fetch_quantum import QUANTA_ALONE
 from unit.workers.desk import Desk
@@ -123,12 +126,18 @@ def test_what_ended_in_an_earlier_engine_does_not_count(desk: Desk) -> None:
     assert desk.admission.free_slots() == QUANTUM
 
 
-def test_every_second_slow_message_does_not_count(desk: Desk) -> None:
+@pytest.mark.parametrize(
+    "slow",
+    [{"prompt": "x" * (QUICK_BODY_BYTES + 1)}, {"prompt": "abc", "lora": "nosuch"}],
+    ids=["long prompt", "adapter"],
+)
+def test_every_second_slow_message_does_not_count(slow: dict[str, str], tmp_path: Path) -> None:
+    desk = Desk(max_num_seqs=64, fetch_quantum=QUANTUM, adapters=Adapters({}, str(tmp_path)))
     desk.slow.is_held = True
     for number in range(2 * QUANTUM):
         assert desk.admission.free_slots() == QUANTUM - number // 2
-        slow = {"prompt": "x" * (QUICK_BODY_BYTES + 1), "sampling_params": {"max_tokens": 30}}
-        desk.accept(FakeCeleryRequest(f"slow {number}", slow, lease_id=f"slow {number}"))
+        kwargs = {**slow, "sampling_params": {"max_tokens": 30}}
+        desk.accept(FakeCeleryRequest(f"slow {number}", kwargs, lease_id=f"slow {number}"))
     assert desk.admission.free_slots() == 0
 
 

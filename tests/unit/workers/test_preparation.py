@@ -327,6 +327,27 @@ def test_an_adapter_on_a_hung_mount_delays_no_other_request(tmp_path: Path, monk
     assert sent(desk) == ["r3", "r2"]
 
 
+def test_requests_for_an_adapter_that_is_known_to_hang_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapters = HungAdapters(tmp_path)
+    desk = Desk(adapters=adapters)
+    take(desk, "r1", {"prompt": "abc", "lora": "hung"})
+    assert desk.admission.free_slots() < 4
+    monkeypatch.setattr(preparation, "ADAPTER_SECONDS", 0.0)
+    desk.dispatcher.heartbeat()
+    take(desk, "r2", {"prompt": "abc", "lora": "hung"})
+    desk.settle()
+    assert desk.results["r2"]["error"]["message"] == "the folders of LoRA adapters cannot be read at the moment"
+    assert desk.admission.free_slots() == 4
+    adapters.answers.set()
+    desk.wait_soon()
+    take(desk, "r3", {"prompt": "abc", "lora": "hung"})
+    desk.wait_soon()
+    desk.settle()
+    assert desk.results["r3"]["error"]["message"] == "tiny has no LoRA adapter named 'hung'"
+
+
 def test_lookups_that_hang_are_bounded_in_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace_workers.preparation.file_lookups.MAX_LOOKUPS", 1)
     adapters = HungAdapters(tmp_path)
@@ -357,8 +378,8 @@ def test_repeated_lookups_of_a_hung_adapter_leave_no_state() -> None:
 
     again = partial(answer)
     kept = weakref.ref(again)
-    assert lookups.submit("hung", ask, answer)
-    assert lookups.submit("hung", ask, again)
+    assert lookups.submit("hung", ask, answer, longest=30)
+    assert lookups.submit("hung", ask, again, longest=30)
     del again
     assert kept() is None
     may_answer.set()

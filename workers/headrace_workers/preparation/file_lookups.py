@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
@@ -17,27 +18,29 @@ class FileLookups:
 
     def __init__(self) -> None:
         self._hub: Any = None
-        self._running: set[str] = set()
+        self._running: dict[str, float] = {}
+        """The time of its start, by name."""
 
     def attach(self, hub: Any) -> None:
         """Set the event loop, on whose thread callbacks run."""
         self._hub = hub
 
-    def submit(self, name: str, look_up: Callable[[], Any], callback: Callable[[Any], None]) -> bool:
+    def submit(self, name: str, look_up: Callable[[], Any], callback: Callable[[Any], None], longest: float) -> bool:
         """Start a lookup. `callback` gets its result on the event loop's thread, or None if it raised.
 
         If a lookup of this name runs already, start nothing and drop the callback: the running one serves all callers.
-        Return False if too many lookups run, or if no thread can be started.
+        Return False if that one has taken more than `longest` seconds, if too many lookups run, or if no thread can be
+        started.
         """
         if name in self._running:
-            return True
+            return time.monotonic() - self._running[name] <= longest
         if len(self._running) >= MAX_LOOKUPS:
             return False
-        self._running.add(name)
+        self._running[name] = time.monotonic()
         try:
             threading.Thread(target=self._run, args=(name, look_up, callback), name="file-lookup", daemon=True).start()
         except RuntimeError as error:
-            self._running.remove(name)
+            del self._running[name]
             logger.warning("file lookup not started: %s", error)
             return False
         return True
@@ -51,5 +54,5 @@ class FileLookups:
         self._hub.call_soon(partial(self._finish, name, found, callback))
 
     def _finish(self, name: str, found: Any, callback: Callable[[Any], None]) -> None:
-        self._running.remove(name)
+        del self._running[name]
         callback(found)

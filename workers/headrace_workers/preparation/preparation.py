@@ -298,7 +298,8 @@ class Preparation:
             return
         message.prepared, message.since = prepared, time.monotonic()
         find, found = partial(self._adapters.find, prepared.lora), partial(self._adapter_found, prepared.lora)
-        if not self._lookups.submit(prepared.lora, find, found):
+        # Requests that wait for a lookup that hangs keep the worker from other messages, so only the first ones wait.
+        if not self._lookups.submit(prepared.lora, find, found, 2 * ADAPTER_SECONDS):
             self.drop(message)
             problem = "the folders of LoRA adapters cannot be read at the moment"
             self._refused(message, RefusedError(ErrorCode.ENGINE_ERROR, problem))

@@ -70,7 +70,7 @@ class Canvas:
     def __init__(self, folder: Path, seed: int, *, has_shop: bool, num_workers: int = 2) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.draw = random.Random(seed)
-        self.server = make_server(appendonly=True, arguments=("--appendfsync", "always"))
+        self.server = make_server(appendonly=True)
         self.server.start()
         self.service = Service(self.server, save_chaos_model(folder / "tiny"), folder)
         self.app = make_app(self.server.url)

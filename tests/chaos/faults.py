@@ -105,11 +105,7 @@ def kill_connections(site: Site, draw: random.Random) -> None:
 
 
 def restart_redis(site: Site, draw: random.Random) -> None:
-    """kill -9 of the server, which comes back with its append-only file.
-
-    Not while the server holds writes back for a slow fsync: `appendfsync everysec` may lose these.
-    """
-    site.server.wait_written()
+    """kill -9 of the server, which comes back with its append-only file."""
     site.server.kill()
     time.sleep(draw.uniform(0.0, 1.5))
     site.server.start()
@@ -235,7 +231,6 @@ FAULTS: tuple[Fault, ...] = (
 def restart_stream_server(site: Site, draw: random.Random) -> None:
     """kill -9 of a stream server, which comes back with its append-only file."""
     server = draw.choice(list(site.stream_servers.values()))
-    server.wait_written()
     server.kill()
     time.sleep(draw.uniform(0.0, 3.0))
     server.start()

@@ -29,6 +29,7 @@ from headrace_broker.server.stream_table_editor import StreamTableEditor
 from headrace_broker.streams.events import ChunkEvent, EndEvent
 from headrace_broker.streams.hub import StreamHub
 from headrace_cli.demo.stream_timing import percentile
+from service.servers import make_server
 
 KILLED, BACK, ADDED, DRAINED = 20.0, 30.0, 35.0, 40.0
 """Seconds from the start at which the first server is killed and comes back, one is added and the second is drained."""
@@ -103,8 +104,7 @@ def run(options: argparse.Namespace, names: list[str]) -> Figures:
     """
     with sleeping_service(options.step_seconds) as service, ExitStack() as stack:
         servers = {
-            name: stack.enter_context(EmbeddedServer(environ={}, password=False, appendonly=True))
-            for name in ([*names, "added"] if names else [])
+            name: stack.enter_context(make_server(appendonly=True)) for name in ([*names, "added"] if names else [])
         }
         urls = ",".join(f"{name}={server.url}" for name, server in servers.items())
         settings = BrokerSettings(service.url, stream_urls=urls)

@@ -1,15 +1,13 @@
 """The Redis users of deploy/redis/users.acl, on a real server with the options of docker-compose.yml."""
 
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from headrace_broker.server.connections import connect
 from headrace_broker.server.embedded import EmbeddedServer
-from service.servers import PROGRAM
+from service.servers import PROGRAM, SyncedServer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,7 +27,7 @@ def shipped_options(acl: Path) -> list[str]:
     return [str(acl) if word.endswith("users.acl") else word for word in words]
 
 
-class ServerWithUsers(EmbeddedServer):
+class ServerWithUsers(SyncedServer):
     """A server as the compose file starts it: with the users, and with its append-only file. `url` is admin's.
 
     Args:
@@ -44,12 +42,6 @@ class ServerWithUsers(EmbeddedServer):
             rules["default"] = default
         acl.write_text("".join(f"user {name} {words}\n" for name, words in rules.items()), encoding="utf-8")
         super().__init__(program=program, environ={}, password=False, arguments=shipped_options(acl), **options)
-
-    def wait_written(self) -> None:
-        """Wait until the append-only file has every write: the server delays some while an earlier fsync is slow."""
-        with connect(self.url) as admin:
-            while admin.info("persistence")["aof_buffer_length"]:
-                time.sleep(0.01)
 
     def _url_at(self, port: int) -> str:
         return url_at(port, "admin")

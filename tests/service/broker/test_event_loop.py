@@ -219,7 +219,6 @@ def test_after_a_reconnection_held_messages_are_kept_and_no_lease_is_reaped_at_o
 
 def test_work_continues_after_the_server_crashed() -> None:
     with make_server(appendonly=True) as server, connect(server.url) as client:
-        client.config_set("appendfsync", "always")
         loop = Loop(server.url, lease_seconds=60)
         with Connection(server.url) as connection:
             connection.Producer(serializer="msgpack").publish("x", routing_key=QUEUE.name, exchange="")

@@ -375,7 +375,6 @@ def test_a_flood_of_refused_messages_does_not_block_the_server(
 
 def test_failed_settlements_are_retried_when_the_server_is_back(clock: Clock) -> None:
     with make_server(appendonly=True) as server, connect(server.url) as client:
-        client.config_set("appendfsync", "always")
         leases = Leases(client, lease_seconds=60, delivery_limit=5, clock=clock)
         push(client, "done", "unfinished", "held")
         done, unfinished, held = take(leases)

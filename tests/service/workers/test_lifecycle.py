@@ -99,7 +99,6 @@ def test_the_engine_continues_while_redis_is_away_and_its_chunks_are_written_aft
     make_service: Callable[..., Service],
 ) -> None:
     service = make_service(appendonly=True)
-    service.client.config_set("appendfsync", "always")
     worker = service.start_worker(lease_seconds=300).wait_ready()
     expected = undisturbed(service)
     handles = send_all(service)

@@ -31,10 +31,9 @@ ODD_BODIES = [[5, {}, EMBED], [[], 7, EMBED], 5]
 
 @pytest.fixture(scope="module")
 def shared(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Run a server that syncs each write to disk, and a Headrace worker on it."""
+    """Run a server with an append-only file, and a Headrace worker on it."""
     with make_server(appendonly=True) as server:
         service = Service(server, model_folder, tmp_path_factory.mktemp("leases"))
-        service.client.config_set("appendfsync", "always")
         try:
             yield service
         finally:
@@ -56,8 +55,7 @@ def service(shared: Service) -> Iterator[Service]:
 @pytest.fixture
 def stock(make_service: Callable[..., Service], tmp_path: Path) -> Iterator[tuple[Service, StockWorker]]:
     """Run a server of its own and a stock worker on it. The service has no Headrace worker."""
-    service = make_service(appendonly=True)
-    service.client.config_set("appendfsync", "always")
+    service = make_service()
     worker = StockWorker(service.server.url, tmp_path / "stock.log")
     service.workers.append(worker)
     yield service, worker.wait_ready()
@@ -193,7 +191,6 @@ def test_4_a_killed_redis_delays_requests(service: Service) -> None:
     handles = start(service)
     service.server.kill()
     service.server.start()
-    service.client.config_set("appendfsync", "always")
     assert_each_ran_once(service, handles)
     assert service.workers[0].process.poll() is None
 

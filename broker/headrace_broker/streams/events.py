@@ -59,6 +59,8 @@ class ChunkEvent:
     stop_reason: int | str | None = field(default=None, repr=False)
     prompt_logprobs: PromptLogprobs | None = field(default=None, repr=False)
     """In the first chunk of choice 0, if the request asked for them."""
+    choice_tokens: int | None = None
+    """Tokens of this choice up to and including this chunk. None if it is the only one, or from an older worker."""
 
 
 @dataclass(slots=True)
@@ -114,8 +116,12 @@ def read_flat_entry(entry: Sequence[Any]) -> StreamEvent:
 
 def _event(entry_id: str, attempt: int, offset: int, kind: bytes, data: dict[str, Any]) -> StreamEvent:
     if kind == b"chunk" and "bytes" in data:
+        _check_types(data, first=int, count=int)
         return RowsEvent(entry_id, attempt, data["first"], data["count"], bytes(data["bytes"]))
     if kind == b"chunk":
+        _check_types(data, index=int, token_ids=list, text=str)
+        if data.get("choice_tokens") is not None:
+            _check_types(data, choice_tokens=int)
         return ChunkEvent(
             entry_id,
             attempt,
@@ -127,6 +133,7 @@ def _event(entry_id: str, attempt: int, offset: int, kind: bytes, data: dict[str
             data.get("finish_reason"),
             data.get("stop_reason"),
             prompt_logprobs_from_wire(data.get("prompt_logprobs"), data.get("prompt_logprob_bytes")),
+            data.get("choice_tokens"),
         )
     if kind == b"start":
         if (problem := wire_problem(data.get("wire"))) is not None:
@@ -155,3 +162,10 @@ def _event(entry_id: str, attempt: int, offset: int, kind: bytes, data: dict[str
             answers=tuple(data.get("answers") or ()),
         )
     raise MalformedEntryError(f"unknown entry type {kind!r}")
+
+
+def _check_types(data: Mapping[str, Any], **types: type) -> None:
+    """Raise TypeError if a value has another type than readers calculate with."""
+    for name, kind in types.items():
+        if not isinstance(data[name], kind):
+            raise TypeError(f"{name} must be {kind.__name__}, got {type(data[name]).__name__}")

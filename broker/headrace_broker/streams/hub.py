@@ -19,6 +19,7 @@ from headrace_broker.server.connections import CONNECTION_ERRORS, REDIS_ERRORS
 from headrace_broker.server.stream_servers import TABLE_SECONDS, AsyncStreamServers
 from headrace_broker.server.stream_table import MAIN
 from headrace_broker.streams.events import EndEvent, StreamEvent
+from headrace_broker.streams.seen_output import SeenOutput
 from headrace_broker.streams.server_hub import RETRY_SECONDS, ServerHub
 
 _MAX_WAITING: Final = 512
@@ -34,6 +35,7 @@ class Subscription:
         self._hub: Final = hub
         self._last_ids: Final = dict(last_ids)
         """The id of the last entry taken of each stream that has not ended."""
+        self._seen: Final = {request_id: SeenOutput() for request_id in last_ids}
         self._events: list[tuple[str, StreamEvent | StreamExpiredError]] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -92,7 +94,10 @@ class Subscription:
         """Add an event. Called by the hub."""
         if self._is_paused:
             return  # the hub reads it again later
-        self._events.append((request_id, event))
+        new = event if isinstance(event, StreamExpiredError) else self._seen[request_id].new(event)
+        if new is None:
+            return
+        self._events.append((request_id, new))
         self._end_wait()
         if len(self._events) >= _MAX_WAITING:
             self._is_paused = True

@@ -15,16 +15,9 @@ from headrace_broker.keys import ended_key, stream_key
 from headrace_broker.server.connections import BLOCK_SECONDS
 from headrace_broker.server.shards import key_prefix
 from headrace_broker.server.stream_table import MAIN
-from headrace_broker.streams.events import (
-    ChunkEvent,
-    EndEvent,
-    RowsEvent,
-    StartEvent,
-    StreamEvent,
-    read_entry,
-    read_flat_entry,
-)
+from headrace_broker.streams.events import EndEvent, StartEvent, StreamEvent, read_entry, read_flat_entry
 from headrace_broker.streams.listeners import get_abandon_after, heartbeat_interval, read_abandon_after, send_heartbeat
+from headrace_broker.streams.seen_output import SeenOutput
 
 _ENTRIES_AT_ONCE: Final = 1000
 _CHECK_COMMANDS: Final = 3
@@ -54,9 +47,11 @@ def read_streams(
 
     A stream that has expired yields its StreamExpiredError as its last item, and the others continue.
     """
-    readers = Readers(last_ids, timeout)
+    readers, seen = Readers(last_ids, timeout), {request_id: SeenOutput() for request_id in last_ids}
     while readers:
-        yield from readers.received(_execute(client, readers.commands()))
+        for request_id, event in readers.received(_execute(client, readers.commands())):
+            if (new := seen[request_id].new(event)) is not None:
+                yield request_id, new
         if readers.needs_checks():
             with client.pipeline(transaction=False) as pipe:
                 readers.add_checks(pipe)
@@ -78,10 +73,11 @@ async def read_streams_async(
     client: "redis.asyncio.Redis", last_ids: Mapping[str, str | None], *, timeout: float | None = None
 ) -> AsyncIterator[tuple[str, StreamEvent | StreamExpiredError]]:
     """Yield events of many streams as `read_streams` does, for asyncio."""
-    readers = Readers(last_ids, timeout)
+    readers, seen = Readers(last_ids, timeout), {request_id: SeenOutput() for request_id in last_ids}
     while readers:
-        for event in readers.received(await execute_async(client, readers.commands())):
-            yield event
+        for request_id, event in readers.received(await execute_async(client, readers.commands())):
+            if (new := seen[request_id].new(event)) is not None:
+                yield request_id, new
         if readers.needs_checks():
             async with client.pipeline(transaction=False) as pipe:
                 readers.add_checks(pipe)
@@ -110,6 +106,8 @@ async def execute_async(client: "redis.asyncio.Redis", commands: Sequence[_Comma
 
 class Readers:
     """Several streams that one XREAD reads. True while any of them has not ended.
+
+    Its events may repeat earlier ones after the server has lost writes: see `SeenOutput`.
 
     Heartbeats and checks are sent only when they are due. After each read, they would cost more than the read itself.
     """
@@ -242,11 +240,6 @@ class _Reader:
         self.key: Final = stream_key(self._id_in_keys)
         self.request_id: Final = request_id
         self.last_id = check_last_id(last_id)
-        self._tokens = 0
-        """Tokens, or rows, that have come. A reader that continues after an entry does not know of how many choices the
-        tokens before it are."""
-        self._has_choices = False
-        """Whether a chunk of another choice than the first has come."""
         self.ended = False
         self._timeout: Final = timeout
         self._entry_at = self._checked_at = time.monotonic()
@@ -277,28 +270,7 @@ class _Reader:
             if isinstance(events[0], StartEvent):  # it has all facts that a check would find
                 self._has_checked = True
                 self._set_abandon_after(events[0].abandon_after)
-        return self._without_known(events)
-
-    def _without_known(self, events: list[StreamEvent]) -> list[StreamEvent]:
-        """Leave out chunks that an earlier attempt wrote, too. That is so after the server has lost its last writes.
-
-        With several choices the offset does not tell whose tokens have come, so nothing is left out. A chunk that has
-        both known and new tokens is not cut, as its text cannot be.
-        """
-        new = []
-        for event in events:
-            if isinstance(event, ChunkEvent):
-                self._has_choices |= event.index > 0
-                is_known = event.offset <= self._tokens and event.token_ids and event.finish_reason is None
-                if is_known and not self._has_choices:
-                    continue
-                self._tokens = max(self._tokens, event.offset)
-            elif isinstance(event, RowsEvent):
-                if event.first + event.count <= self._tokens:
-                    continue
-                self._tokens = event.first + event.count
-            new.append(event)
-        return new
+        return events
 
     @contextmanager
     def _naming_request(self) -> Iterator[None]:

@@ -108,9 +108,11 @@ class StreamWrite:
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
         prompt_logprobs: PromptLogprobs | None = None,
+        choice_tokens: int | None = None,
     ) -> Self:
         """Make the entry of a chunk. `offset` counts the tokens of all choices and attempts, including this chunk.
 
+        `choice_tokens` counts those of this choice alone. It is needed if the request has several.
         Within an attempt every chunk needs an offset of its own. So text without a token must be sent with the next
         token, or with the choice's last chunk.
         """
@@ -122,6 +124,8 @@ class StreamWrite:
             data |= logprob_bytes_to_wire("prompt_logprob_bytes", prompt_logprobs)
         if finish_reason is not None:
             data |= {"finish_reason": finish_reason, "stop_reason": stop_reason}
+        if choice_tokens is not None:
+            data["choice_tokens"] = choice_tokens
         before = f"{attempt}-{offset - len(token_ids)}"
         return cls(request_id, attempt, f"{attempt}-{offset}", before, "chunk", pack(data))
 

@@ -12,6 +12,7 @@ from headrace_broker.keys import stream_key
 from headrace_broker.server.connections import connect_async
 from headrace_broker.server.embedded import EmbeddedServer
 from headrace_broker.streams.events import ChunkEvent, EndEvent
+from headrace_broker.streams.grant import Grant
 from headrace_broker.streams.hub import MAX_SUBSCRIBERS, StreamHub, Subscription
 from headrace_broker.streams.writer import StreamWrite, StreamWriter
 from service.servers import make_server
@@ -145,6 +146,28 @@ async def test_a_slow_subscriber_loses_nothing_and_delays_no_other(
         assert await take_until(quick, 6, end=True) == [4, 5, 6]
         assert len(slow._events) == 512
         assert await take_until(slow, 3000, end=True) == list(range(1, 3001))
+
+
+async def test_a_slow_subscriber_gets_nothing_twice_after_the_server_has_lost_entries(
+    redis_server: EmbeddedServer, redis_client: "redis.Redis", writer: StreamWriter
+) -> None:
+    write(writer, "r", 1, 1000)
+    async with running_hub(redis_server.url) as hub, hub.subscribe({"r": "0-0"}) as subscription:
+        async with asyncio.timeout(TIMEOUT):
+            while not subscription.is_paused:
+                await asyncio.sleep(0.01)
+        redis_client.delete(stream_key("r"))
+        writer.claim("r", "other", grant=Grant(2, "owner"))
+        chunks = [
+            StreamWrite.chunk("r", 2, n, index=0, token_ids=[n - 2, n - 1, n], text="ttt") for n in range(3, 1201, 3)
+        ]
+        writer.publish([*chunks, StreamWrite.end("r", 2, 1200, finish_reason="stop")])
+        token_ids: list[int] = []
+        while subscription.request_ids:
+            events = await subscription.take(TIMEOUT)
+            assert events
+            token_ids += [token for _, event in events if isinstance(event, ChunkEvent) for token in event.token_ids]
+        assert token_ids == list(range(1, 1201))
 
 
 async def test_an_expired_stream_is_reported_and_the_others_continue(

@@ -174,7 +174,7 @@ def test_3_running_requests_continue_after_a_lost_connection(service: Service) -
     assert_each_ran_once(service, handles)
 
 
-# 4. kill -9 of Redis, which comes back with its append-only file.
+# 4. kill -9 of Redis, which starts again.
 
 
 def test_4_a_killed_redis_ends_the_worker__stock_kombu(stock: tuple[Service, StockWorker]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_broker.errors import MalformedEntryError
-from headrace_broker.packing import pack, unpack
+from headrace_broker.packing import pack, pack_rows, unpack
 from headrace_broker.results import ChoiceOutput, ErrorInfo, GenerateResult, TokenLogprob, Usage
 from headrace_broker.streams.events import ChunkEvent, EndEvent, StartEvent, read_entry
 from headrace_broker.streams.writer import StreamWrite, draws_of
@@ -95,6 +95,9 @@ def test_a_chunk_without_tokens_adds_no_draws() -> None:
     assert draws_of([*entries, StartEvent("2-0", 2, "w", draws="b"), empty]) == {"a"}
 
 
+CHUNK = {"index": 0, "token_ids": [1], "text": "t", "logprobs": None}
+
+
 @pytest.mark.parametrize(
     ("entry_id", "fields"),
     [
@@ -106,6 +109,11 @@ def test_a_chunk_without_tokens_adds_no_draws() -> None:
         (b"1-0", {b"type": b"start", b"data": msgpack.packb([1])}),
         (b"1-0", {b"type": b"start", b"data": pack({})}),
         (b"1-1", {b"type": b"chunk", b"data": pack({"index": 0})}),
+        *[
+            (b"1-1", {b"type": b"chunk", b"data": pack({**CHUNK, name: wrong})})
+            for name, wrong in {"index": None, "token_ids": None, "text": 7, "choice_tokens": "x"}.items()
+        ],
+        (b"1-1", {b"type": b"chunk", b"data": pack_rows({"first": "x", "count": 1, "bytes": b""})}),
         (b"1-1", {b"type": b"end", b"data": pack({"finish_reason": "stop", "usage": 3, "error": None})}),
         (b"1-1", {b"type": b"poem", b"data": pack({})}),
     ],

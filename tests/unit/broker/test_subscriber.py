@@ -232,23 +232,6 @@ def test_chunks_that_the_reader_has_already_are_left_out_after_the_server_has_lo
     assert [event.entry_id for event in read(server)] == ["1-1", "1-2", "1-3", "2-0", "2-4", "2-5"]
 
 
-def choice(attempt: int, offset: int, index: int, finish_reason: str | None = None) -> Entry:
-    write = StreamWrite.chunk(
-        "r", attempt, offset, index=index, token_ids=[offset], text="t", finish_reason=finish_reason
-    )
-    return f"{attempt}-{offset}".encode(), {b"type": b"chunk", b"data": write.data}
-
-
-def test_no_chunk_is_left_out_of_several_choices_or_with_a_finish_reason() -> None:
-    first = [choice(1, 1, 0), choice(1, 2, 1), choice(1, 3, 0), choice(1, 4, 1)]
-    again = [started(2), choice(2, 4, 0), choice(2, 5, 1), end(2, 6)]
-    found = [event.entry_id for event in read(ScriptedServer([first, again], [first[-1]]))]
-    assert found == ["1-1", "1-2", "1-3", "1-4", "2-0", "2-4", "2-5", "2-6"]
-    last = [started(2), choice(2, 2, 0, "stop"), end(2, 3)]
-    found = [event.entry_id for event in read(ScriptedServer([[chunk(1, 1), chunk(1, 2)], last], [chunk(1, 2)]))]
-    assert found == ["1-1", "1-2", "2-0", "2-2", "2-3"]
-
-
 def test_a_chunk_without_tokens_and_rows_in_order_are_never_left_out() -> None:
     last = (b"2-2", {b"type": b"chunk", b"data": StreamWrite.chunk("r", 2, 2, index=0, token_ids=[], text="").data})
     server = ScriptedServer([[chunk(1, 1), chunk(1, 2), started(2), last, end(2, 3)]], [])

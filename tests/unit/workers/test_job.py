@@ -72,9 +72,14 @@ def test_an_earlier_attempt_is_resumed_choice_by_choice() -> None:
     assert todo.output_token_ids == [10, 11, 13]
     write = job.take(output([14], "e"))
     assert (write.entry_id, write.entry_before) == ("3-5", "3-4")
+    assert unpack(write.data)["choice_tokens"] == 4
     result = job.result()
     assert [choice.text for choice in result.outputs] == ["abde", "c"]
     assert result.outputs[1].finish_reason == "length"
+
+
+def test_the_tokens_of_the_only_choice_are_in_the_entry_id_alone() -> None:
+    assert "choice_tokens" not in unpack(make_job().take(output([10], "a")).data)
 
 
 def test_a_sent_request_does_not_grow_with_the_job() -> None:

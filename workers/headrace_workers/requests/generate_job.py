@@ -163,6 +163,7 @@ class GenerateJob(Job):
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
             prompt_logprobs=prompt_logprobs,
+            choice_tokens=len(choice.token_ids) if len(self.choices) > 1 else None,
         )
 
     def end(self, finish_reason: str, error: ErrorInfo | None = None) -> StreamWrite:

@@ -23,31 +23,31 @@ _CLOSED: Final = "the client was closed while a stream was read"
 Event = tuple[str, StreamEvent | StreamExpiredError]
 
 
-class _Progress:
-    """Knows how long each stream of a subscription has had no entry."""
+class _Timeout:
+    """Limits how long a stream of a subscription has no entry."""
 
     def __init__(self, subscription: Subscription, timeout: float | None) -> None:
         check_timeout(timeout)
         self._subscription: Final = subscription
         self._timeout: Final = timeout
-        self._entry_at: Final = dict.fromkeys(subscription.request_ids, time.monotonic())
-
-    @property
-    def is_over(self) -> bool:
-        return not self._subscription.request_ids
 
     def wait_seconds(self) -> float:
-        """Return for how long to wait for events. Raises ResultTimeoutError."""
-        if self._timeout is None:
-            return BLOCK_SECONDS
-        request_id = min(self._subscription.request_ids, key=self._entry_at.__getitem__)
-        left = self._entry_at[request_id] + self._timeout - time.monotonic()
-        if left <= 0:
-            raise ResultTimeoutError(request_id, self._timeout, "stream entry")
-        return min(left, BLOCK_SECONDS)
+        """Return for how long to wait for events."""
+        left = BLOCK_SECONDS if self._timeout is None else self._left(self._timeout)[0]
+        return min(max(left, 0.0), BLOCK_SECONDS)
 
-    def took(self, events: list[Event]) -> None:
-        self._entry_at.update(dict.fromkeys((request_id for request_id, _ in events), time.monotonic()))
+    def error(self) -> ResultTimeoutError | None:
+        """Return the error of a stream that has had no entry for too long; None if there is none."""
+        if self._timeout is None or not self._subscription.request_ids:
+            return None
+        left, request_id = self._left(self._timeout)
+        return ResultTimeoutError(request_id, self._timeout, "stream entry") if left <= 0 else None
+
+    def _left(self, timeout: float) -> tuple[float, str]:
+        """Return the seconds that are left for the most silent stream, and its request id."""
+        subscription = self._subscription
+        request_id = min(subscription.request_ids, key=subscription.progressed_at.__getitem__)
+        return subscription.progressed_at[request_id] + timeout - time.monotonic(), request_id
 
 
 async def follow(hub: StreamHub, last_ids: Mapping[str, str | None], timeout: float | None) -> AsyncIterator[Event]:
@@ -55,12 +55,14 @@ async def follow(hub: StreamHub, last_ids: Mapping[str, str | None], timeout: fl
     if not last_ids:
         return
     async with hub.subscribe(last_ids) as subscription:
-        progress = _Progress(subscription, timeout)
-        while not progress.is_over:
-            events = await subscription.take(progress.wait_seconds())
-            progress.took(events)
+        limit = _Timeout(subscription, timeout)
+        while subscription.request_ids:
+            events = await subscription.take(limit.wait_seconds())
+            error = limit.error()
             for event in events:
                 yield event
+            if error is not None:
+                raise error
 
 
 class FollowingThread:
@@ -83,11 +85,13 @@ class FollowingThread:
         opened: AbstractAsyncContextManager[Subscription] = self._hub.subscribe(last_ids)
         subscription = self._run(opened.__aenter__())
         try:
-            progress = _Progress(subscription, timeout)
-            while not progress.is_over:
-                events = self._run(subscription.take(progress.wait_seconds()))
-                progress.took(events)
+            limit = _Timeout(subscription, timeout)
+            while subscription.request_ids:
+                events = self._run(subscription.take(limit.wait_seconds()))
+                error = limit.error()
                 yield from events
+                if error is not None:
+                    raise error
         finally:
             self._schedule(opened.__aexit__(None, None, None))
 

@@ -5,6 +5,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ class Subscription:
         """The id of the last entry taken of each stream that has not ended."""
         self._seen: Final = {request_id: SeenOutput() for request_id in last_ids}
         self._events: list[tuple[str, StreamEvent | StreamExpiredError]] = []
+        self.progressed_at: Final = dict.fromkeys(last_ids, time.monotonic())
+        """By stream: monotonic time at which its latest entry arrived or was taken, or reading it began again."""
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         """Set while `take` waits; done when an event has arrived."""
@@ -57,12 +60,15 @@ class Subscription:
             if self._is_paused:
                 self._is_paused = False
                 await self._hub.join(self._last_ids)
+                self.progressed_at.update(dict.fromkeys(self._last_ids, time.monotonic()))
             if not self._events and self._error is None:  # events may have arrived during `join`
                 await self._wait(timeout)
         if self._error is not None:
             raise self._error
         taken, self._events = self._events, []
+        now = time.monotonic()
         for request_id, event in taken:
+            self.progressed_at[request_id] = now
             if isinstance(event, (EndEvent, StreamExpiredError)):
                 self._last_ids.pop(request_id, None)
             else:
@@ -94,6 +100,7 @@ class Subscription:
         """Add an event. Called by the hub."""
         if self._is_paused:
             return  # the hub reads it again later
+        self.progressed_at[request_id] = time.monotonic()
         new = event if isinstance(event, StreamExpiredError) else self._seen[request_id].new(event)
         if new is None:
             return

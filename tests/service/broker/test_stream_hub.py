@@ -3,14 +3,22 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from unittest.mock import Mock
 
 import pytest
 import redis
 
-from headrace_broker.errors import MalformedEntryError, StreamExpiredError, TooManySubscribersError
+from headrace_broker.errors import (
+    MalformedEntryError,
+    ResultTimeoutError,
+    StreamExpiredError,
+    TooManySubscribersError,
+)
 from headrace_broker.keys import stream_key
 from headrace_broker.server.connections import connect_async
 from headrace_broker.server.embedded import EmbeddedServer
+from headrace_broker.streams import following
+from headrace_broker.streams import hub as hub_module
 from headrace_broker.streams.events import ChunkEvent, EndEvent
 from headrace_broker.streams.grant import Grant
 from headrace_broker.streams.hub import MAX_SUBSCRIBERS, StreamHub, Subscription
@@ -168,6 +176,31 @@ async def test_a_slow_subscriber_gets_nothing_twice_after_the_server_has_lost_en
             assert events
             token_ids += [token for _, event in events if isinstance(event, ChunkEvent) for token in event.token_ids]
         assert token_ids == list(range(1, 1201))
+
+
+async def test_only_a_silent_stream_times_out_not_a_slow_reader(
+    redis_server: EmbeddedServer, writer: StreamWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Mock(monotonic=Mock(return_value=0.0))
+    for module in (following, hub_module):
+        monkeypatch.setattr(module, "time", clock)
+    write(writer, "r", 1, 600)
+    ids: list[int] = []
+
+    async def read(hub: StreamHub) -> None:
+        async for _, event in following.follow(hub, {"r": "0-0"}, timeout=TIMEOUT):
+            ids.append(event.offset if isinstance(event, ChunkEvent) else 0)
+            if ids[-1] in (600, 601):
+                write(writer, "r", ids[-1] + 1, ids[-1] + 1)
+                while not hub._subscriptions["r"]._events:
+                    await asyncio.sleep(0.01)
+            if ids[-1] % 100 == 0 or ids[-1] == 602:
+                clock.monotonic.return_value += TIMEOUT
+
+    async with running_hub(redis_server.url) as hub:
+        with pytest.raises(ResultTimeoutError):
+            await read(hub)
+    assert ids == list(range(603))
 
 
 async def test_an_expired_stream_is_reported_and_the_others_continue(

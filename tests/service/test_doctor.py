@@ -321,7 +321,7 @@ def test_each_server_of_the_queue_urls_is_checked_and_named(safe_server: Embedde
             client.config_set("maxmemory-policy", "allkeys-lru")
         found = report(safe_server.url, "--role", "producer", HEADRACE_QUEUE_URLS=urls)
         assert named(found)["redis-memory"].startswith(f"redis://{where}: ")
-        second.kill()
+        second.stop()
         found = report(safe_server.url, "--role", "producer", HEADRACE_QUEUE_URLS=urls)
         assert named(found).keys() == {"redis"}
         assert named(found)["redis"].startswith(f"Redis at redis://{where} cannot be reached")
